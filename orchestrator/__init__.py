@@ -1,0 +1,69 @@
+r"""Eval runs that cannot delete a sandbox before its evidence is safely on your disk.
+
+    from orchestrator import EvalSpec, Runner
+    from orchestrator.backends.local import LocalBackend
+
+    spec = EvalSpec(name="hello", workspace="hello/", check="python3 hello.py",
+                    expect={"greets": lambda e: e.stdout == b"Hello\n"})
+    result = Runner(LocalBackend()).run(spec)
+
+Backends, the testing kit and the command line are submodules, and load only where they are used.
+"""
+
+from .bounded import Cancellation
+from .core.clocks import Bounds
+from .core.errors import (
+    EvidenceIncompleteError,
+    IllegalFactError,
+    JournalError,
+    OrchestratorError,
+    OutputTruncatedError,
+    SpecError,
+    StorageError,
+)
+from .core.evidence import Entry, Manifest, Output, Provenance
+from .core.facts import Fault
+from .core.machine import Run, advance, begin, legal_facts, replay
+from .core.spec import EvalSpec, Expect, FileExpectation, Limits
+from .core.states import State
+from .core.table import TABLE
+from .core.verdict import Outcome, Reason, Tally, Verdict
+from .result import RunResult
+from .runner import Progress, Runner
+from .vault import Evidence
+
+__all__ = [
+    "TABLE",
+    "Bounds",
+    "Cancellation",
+    "Entry",
+    "EvalSpec",
+    "Evidence",
+    "EvidenceIncompleteError",
+    "Expect",
+    "Fault",
+    "FileExpectation",
+    "IllegalFactError",
+    "JournalError",
+    "Limits",
+    "Manifest",
+    "OrchestratorError",
+    "Outcome",
+    "Output",
+    "OutputTruncatedError",
+    "Progress",
+    "Provenance",
+    "Reason",
+    "Run",
+    "RunResult",
+    "Runner",
+    "SpecError",
+    "State",
+    "StorageError",
+    "Tally",
+    "Verdict",
+    "advance",
+    "begin",
+    "legal_facts",
+    "replay",
+]

@@ -1,0 +1,1 @@
+"""Where sandboxes come from. One module a backend; none imports another."""

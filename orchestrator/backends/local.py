@@ -1,0 +1,479 @@
+"""The local backend: a fresh copy of the workspace, and processes of this machine.
+
+A sandbox is a directory, named after its run, with the copy of the workspace, an empty home, and
+the guest's records. It isolates nothing else: the check is this user's process, with this user's
+rights. What it does give is a clean environment, the whole process tree stopped, and an original
+untouched.
+
+Sandboxes live outside the project on purpose: a copy inside it would find the project's own
+settings (`.git`, `pyproject.toml`, `node_modules`) in the directories above it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import define, field
+
+from .. import guest, tree
+from ..core.errors import EvidenceIncompleteError, PermitError, SandboxGoneError, SpecError
+from ..core.evidence import Entry, Manifest
+from ..core.facts import SandboxRef
+from ..ports import Ending, Intake, Order, Record, Slot, Workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from ..core.machine import CleanupPermit
+    from ..core.spec import EvalSpec
+
+LAUNCHER: Final = Path(guest.__file__).with_name("launcher.py")
+_POLL_S: Final = 0.02
+
+
+class LocalBackend:
+    """Makes sandboxes of directories and processes of this machine. `isolation` is `none`."""
+
+    name = "local"
+    isolation = "none"
+
+    def __init__(self, root: str | Path | None = None, *, shell: str = "/bin/sh") -> None:
+        """Make sandboxes below a directory.
+
+        Args:
+            root: directory for sandboxes, made if it is not there; None for one of this user's in
+                TMPDIR or /var/tmp, which must be nobody else's.
+            shell: absolute path of the POSIX shell that runs the guest and every text command.
+
+        Raises:
+            SandboxGoneError: the default directory belongs to somebody else.
+        """
+        self.root = Path(root) if root is not None else _own_root()
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.root = self.root.resolve()
+        self.shell = shell
+        self._launcher = _Launcher()
+
+    def refuse(self, spec: EvalSpec) -> None:
+        """Refuse limits: nothing here could enforce them.
+
+        Raises:
+            SpecError: naming the limit.
+        """
+        for name in ("memory_bytes", "cpus", "pids", "disk_bytes"):
+            if getattr(spec.limits, name) is not None:
+                raise SpecError(
+                    f"limits.{name}",
+                    "the local backend cannot enforce it",
+                    "no such limit, or a backend with containers",
+                )
+
+    def create(self, run_id: str, spec: EvalSpec) -> LocalSandbox:
+        """Make the run's directory, or find it."""
+        del spec
+        self._launcher.warm()
+        home = self.root / run_id
+        home.mkdir(mode=0o700, exist_ok=True)
+        identity = home / "identity"
+        if not identity.exists():
+            draft = home / "identity.new"
+            draft.write_text(f"{os.urandom(16).hex()} {_boot()}\n", "ascii")
+            draft.rename(identity)
+        for name in ("home", "records"):
+            (home / name).mkdir(mode=0o700, exist_ok=True)
+        return self._sandbox(home)
+
+    def open(self, run_id: str) -> LocalSandbox | None:
+        """Find the run's directory."""
+        home = self.root / run_id
+        return self._sandbox(home) if home.is_dir() else None
+
+    def _sandbox(self, home: Path) -> LocalSandbox:
+        ref = SandboxRef(home.name, _identity(home))
+        return LocalSandbox(ref, home, self.shell, launcher=self._launcher)
+
+    def close(self) -> None:
+        """End the helper process. Sandboxes and checks that run in them are not touched."""
+        self._launcher.close()
+
+
+@define(eq=False)
+class LocalSandbox:
+    """One directory. See `ports.Sandbox`."""
+
+    ref: SandboxRef
+    home: Path
+    shell: str
+    _launcher: _Launcher = field(alias="launcher")
+
+    @property
+    def workspace(self) -> Path:
+        """The directory that the check runs in."""
+        return self.home / "workspace"
+
+    def upload(self, workspace: Workspace) -> bool:
+        """Copy the workspace, in place of what an upload that was cut short left behind."""
+        self._verify()
+        if any((self.home / "records").glob("*/claim")):
+            return False
+        tree.remove(self.workspace)
+        self.workspace.mkdir(mode=0o755)
+        tree.build(self.workspace, workspace.manifest(), workspace.open)
+        return True
+
+    def manifest(self) -> Manifest:
+        """Account for the workspace; one that the check removed is an empty one."""
+        self._verify()
+        try:
+            info = self.workspace.lstat()
+        except FileNotFoundError:
+            return Manifest({})
+        if not stat.S_ISDIR(info.st_mode):
+            return Manifest({})
+        if not os.access(self.workspace, os.R_OK | os.X_OK):
+            self.workspace.chmod(stat.S_IMODE(info.st_mode) | 0o700)
+        return tree.scan(self.workspace, ours=True)
+
+    def execute(self, order: Order) -> Record:
+        """Run the guest, or join the one that was started before."""
+        self._verify()
+        record = self._record(order.slot)
+        record.mkdir(mode=0o700, exist_ok=True)
+        started = None
+        if not (record / "claim").exists():
+            self._write_request(record, order)
+            started = self._launch("run", record)
+            _wait(started)
+        done = self._finished(record, order)
+        if done is None and (claim := _claim(record)) is not None and claim.pid != started:
+            _wait(claim.pid, claim.born)
+            done = self._finished(record, order)
+        return done or self._lost(ours=started is not None)
+
+    def settle(self, order: Order) -> Record:
+        """Run the guest's `settle`, which stops the command and sees that it never starts again."""
+        self._verify()
+        record = self._record(order.slot)
+        record.mkdir(mode=0o700, exist_ok=True)
+        done = self._finished(record, order)
+        if done is None:
+            self._write_request(record, order)
+            _wait(self._launch("settle", record))
+            done = self._finished(record, order)
+        return done or self._lost(ours=True)
+
+    def fetch(self, entries: Iterable[Entry], slot: Slot, intake: Intake) -> None:
+        """Deliver files straight from the directory."""
+        self._verify()
+        for entry in entries:
+            with tree.open_file(self.workspace, entry.path, ours=True) as stream:
+                intake.receive(entry, stream)
+        record = self._record(slot)
+        keep = _keep(record)
+        for stream_name in ("stdout", "stderr"):
+            _deliver(record, stream_name, keep, intake)
+        self._verify()
+
+    def destroy(self, permit: CleanupPermit) -> None:
+        """Remove the directory, once nothing of the run is alive in it."""
+        if permit.run_id != self.ref.sandbox_id or permit.sandbox_id not in {
+            None,
+            self.ref.sandbox_id,
+        }:
+            raise PermitError(
+                f"sandbox {self.ref.sandbox_id}: the permit is for sandbox {permit.sandbox_id} "
+                f"of run {permit.run_id}"
+            )
+        for record in sorted((self.home / "records").glob("*")):
+            claim = _claim(record)
+            if claim is not None and not (record / "ended").exists() and claim.alive():
+                raise SandboxGoneError(f"{record}: its command is still running")
+        tree.remove(self.home)
+
+    # --- the guest --------------------------------------------------------------------------------
+
+    def _record(self, slot: Slot) -> Path:
+        return self.home / "records" / slot
+
+    def _verify(self) -> None:
+        """Make sure that this is the directory that the run created.
+
+        Raises:
+            SandboxGoneError: it is not.
+        """
+        if _identity(self.home) != self.ref.identity:
+            raise SandboxGoneError(f"{self.home}: gone, or not the sandbox that this run created")
+
+    def _write_request(self, record: Path, order: Order) -> None:
+        text = guest.request(
+            order,
+            workdir=str(self.workspace),
+            env={
+                "PATH": guest.SANE_PATH,
+                "HOME": str(self.home / "home"),
+                "LANG": guest.SANE_LANG,
+            },
+            now_s=_guest_clock(),
+            detach=_has_setsid(),
+        )
+        (record / "keep").write_text(str(order.output_bytes))
+        draft = record / f"request.{os.urandom(4).hex()}"
+        draft.touch(mode=0o600)
+        draft.write_bytes(os.fsencode(text))
+        draft.rename(record / "request")
+
+    def _launch(self, verb: str, record: Path) -> int:
+        return self._launcher.start(
+            [self.shell, str(guest.SUPERVISOR), verb, str(record)],
+            {"PATH": guest.SANE_PATH},
+            str(self.home),
+        )
+
+    def _finished(self, record: Path, order: Order) -> Record | None:
+        try:
+            text = (record / "ended").read_text("utf-8", "surrogateescape")
+        except FileNotFoundError:
+            return None
+        done = guest.parse(text, order.nonce)
+        if done is None:
+            return guest.lost(f"{record / 'ended'} was not written by the supervisor", still=False)
+        if done.ending is not Ending.NOT_STARTED and done.ending is not Ending.LOST:
+            for stream in ("stdout", "stderr"):
+                if not (record / f"{stream}.size").exists() or (record / f"{stream}.lost").exists():
+                    return guest.lost(f"{stream} of the command was not kept", still=done.still)
+        return done
+
+    def _lost(self, *, ours: bool) -> Record:
+        """Give the record of a command whose supervisor died without one."""
+        rebooted = self.ref.identity.split(" ")[-1] != _boot()
+        still = rebooted or (ours and self._launcher.purge())
+        return guest.lost("its supervisor ended without a record", still=still)
+
+
+@define
+class _Claim:
+    """Which process claimed an order: its pid, and its start time in clock ticks since boot."""
+
+    pid: int
+    born: str
+
+    def alive(self) -> bool:
+        """Tell whether that very process is still there."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return False
+        return _born(self.pid) == self.born
+
+
+def _claim(record: Path) -> _Claim | None:
+    """Read who claimed the order in `record`; None if nobody did, or settle did."""
+    try:
+        words = (record / "claim").read_text("ascii").split()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+    return _Claim(int(words[0]), words[1]) if len(words) == 2 and words[0].isdigit() else None  # noqa: PLR2004
+
+
+def _born(pid: int) -> str:
+    """Give a process's start time as the guest writes it; "0" where the system does not tell."""
+    if not Path("/proc/self/stat").exists():
+        return "0"
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()[19].decode()
+    except (OSError, IndexError):
+        return ""
+
+
+def _wait(pid: int, born: str | None = None) -> None:
+    """Wait for the end of a process, whose child it need not be."""
+    if born is not None and not _Claim(pid, born).alive():
+        return
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except (AttributeError, OSError):
+        while _born(pid) not in {"", "0"} or _exists(pid):
+            time.sleep(_POLL_S)
+        return
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if born is None or _born(pid) == born:
+            poll.poll()
+    finally:
+        os.close(descriptor)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _keep(record: Path) -> int:
+    try:
+        return int((record / "keep").read_text())
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
+def _deliver(record: Path, stream: Any, keep: int, intake: Intake) -> None:
+    """Deliver head and tail of a stream from the parts that the guest kept of it."""
+    try:
+        total, names = guest.output_parts((record / f"{stream}.size").read_text("ascii"))
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        raise EvidenceIncompleteError(f"{record}: {stream}: {error}") from error
+    parts = [record / f"{stream}.{name}" for name in names]
+    sizes = [part.stat().st_size if part.exists() else 0 for part in parts]
+    head, tail = guest.cut(sizes, total, keep)
+    intake.output(stream, _first(parts, head), _first_of_last(parts, sizes, tail), total)
+
+
+def _first(parts: list[Path], size: int) -> Iterator[bytes]:
+    for part in parts:
+        if size and part.exists():
+            with part.open("rb") as file:
+                while size and (chunk := file.read(min(size, tree.CHUNK))):
+                    size -= len(chunk)
+                    yield chunk
+
+
+def _first_of_last(parts: list[Path], sizes: list[int], size: int) -> Iterator[bytes]:
+    """Give the last `size` bytes of the parts laid end to end."""
+    skip = sum(sizes) - size
+    for part, length in zip(parts, sizes, strict=True):
+        if skip < length and size:
+            with part.open("rb") as file:
+                file.seek(max(skip, 0))
+                while chunk := file.read(tree.CHUNK):
+                    yield chunk
+        skip -= length
+
+
+class _Launcher:
+    """The helper process that forks supervisors (`guest/launcher.py`), started when needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stream: Any = None
+
+    def warm(self) -> None:
+        """Start the process, without waiting for it to be ready."""
+        with self._lock:
+            self._ensure()
+
+    def _ensure(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(LAUNCHER)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+        with ours:
+            self._stream = ours.makefile("rwb")
+
+    def start(self, argv: list[str], env: dict[str, str], cwd: str) -> int:
+        """Start a supervisor; give its pid.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        return int(self._ask({"argv": argv, "env": env, "cwd": cwd})["pid"])
+
+    def purge(self) -> bool:
+        """Kill what supervisors that were killed left behind; tell whether all is gone."""
+        return bool(self._ask({"purge": True})["still"])
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            self._ensure()
+            try:
+                self._stream.write(json.dumps(question).encode() + b"\n")
+                self._stream.flush()
+                answer: dict[str, Any] = json.loads(self._stream.readline() or b"{}")
+            except (OSError, ValueError) as error:
+                raise OSError(f"the launcher of supervisors ended: {error}") from error
+        if not answer or "error" in answer:
+            raise OSError(answer.get("error", "the launcher of supervisors ended"))
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            if self._process is not None:
+                with contextlib.suppress(OSError):
+                    self._stream.close()
+                self._process.wait()
+                self._process = None
+
+    def __del__(self) -> None:
+        """Do not leave the process behind with the object."""
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+def _identity(home: Path) -> str:
+    try:
+        return (home / "identity").read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _boot() -> str:
+    """Name this boot of the machine: after another one, nothing that ran before is alive."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return "unknown"
+
+
+def _guest_clock() -> float:
+    """Read the clock that the guest reads, seconds."""
+    try:
+        return float(Path("/proc/uptime").read_text("ascii").split()[0])
+    except OSError:
+        return time.time()
+
+
+def _has_setsid() -> bool:
+    return any(os.access(f"{place}/setsid", os.X_OK) for place in guest.SANE_PATH.split(":"))
+
+
+def _own_root() -> Path:
+    """Give the default place for sandboxes: private, and provably this user's own."""
+    base = Path(os.environ.get("TMPDIR", "/var/tmp"))  # noqa: S108 - made private below
+    if not os.access(base, os.W_OK):
+        base = Path(tempfile.gettempdir())
+    root = base / f"orchestrator-{os.getuid()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    info = root.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
+        raise SandboxGoneError(f"{root} belongs to somebody else; give LocalBackend another root")
+    return root

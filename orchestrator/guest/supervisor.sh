@@ -1,0 +1,356 @@
+#!/bin/sh
+# The guest: runs one command of a run inside the sandbox, once, and records how it ended.
+#
+#   supervisor.sh run RECORD       start the command of RECORD/request unless it was claimed before
+#   supervisor.sh settle RECORD    stop it if it runs; if it never started, see that it never will
+#
+# Theory of operation. The supervisor runs the command as a *foreground* child, because a shell makes
+# its background children ignore SIGINT, for good. Beside it run a monitor that enforces the deadline
+# and two collectors that keep head and tail of its output. Three decisions are made by creating a
+# file that must not exist (noclobber is O_EXCL), so that exactly one side wins:
+#
+#   claim      who may start the command: the first supervisor to come, or settle, which never does
+#   decision   what ended the command: itself (`ended`), the monitor (`deadline`), settle (`stopped`)
+#
+# The command ends when its own process ends, not when the last pipe closes. Descendants that are
+# alive then are counted and killed, so the record is written when nothing of the command can touch
+# it, or the workspace, any more. They are found by parentage: where orphans gather under the
+# supervisor (as process 1 of a container, or as a subreaper) no descendant escapes that, whatever
+# session, group or environment it made for itself.
+#
+# The record ends with a nonce that the client chose and that is wiped from the request before the
+# command starts: a record without it was not written here.
+#
+# Needs sh, and dd, mkfifo, mv, sleep, from any of coreutils, busybox or toybox; setsid where there is
+# one. Reads /proc where there is one, else `ps` and `date`.
+#
+# shellcheck disable=SC2154 # nonce, deadline, grace, latest, keep, workdir come with the request
+
+record=$2
+helpers=
+trap : TERM INT HUP # caught, not ignored: a command that signals its group must not end its record
+
+# --- time, in hundredths of a second on a clock that does not jump ----------------------------------
+
+now() {
+    if ! { IFS=' ' read -r now _ </proc/uptime; } 2>/dev/null; then
+        now=$(date +%s).00
+    fi
+    now=${now%.*}${now#*.}
+    while :; do
+        case $now in 0?*) now=${now#0} ;; *) break ;; esac # a leading zero would mean octal
+    done
+}
+
+past() { # has the moment $1 come? Two hundredths early, for two readings are rounded down
+    now
+    [ $((now + 2)) -ge "$1" ]
+}
+
+nap() { # a moment; a whole second where sleep knows no fractions
+    sleep 0.02 2>/dev/null || sleep 1
+}
+
+# --- files that are created once ----------------------------------------------------------------------
+
+create() { # $1 file, $2 its line; fails if it exists
+    set -C
+    if { echo "$2" >"$record/$1"; } 2>/dev/null; then won=0; else won=1; fi
+    set +C
+    return $won
+}
+
+self() { # pid and start time of this very process, which `$$` is not in a subshell
+    line=
+    if { while IFS= read -r part; do line="$line$part "; done </proc/self/stat; } 2>/dev/null; then
+        self=${line%% *}
+        # shellcheck disable=SC2086
+        set -- ${line##*) }
+        born=${20}
+    else
+        # shellcheck disable=SC2016
+        self=$(exec sh -c 'echo $PPID')
+        born=0
+    fi
+}
+
+# --- processes -----------------------------------------------------------------------------------------
+
+stat_of() { # fields of /proc/$1/stat from the state on, in $fields; fails if there is no such process
+    fields=
+    { while IFS= read -r part; do fields="$fields$part "; done; } 2>/dev/null <"/proc/$1/stat" || return 1
+    fields=${fields##*) } # the name before it may hold blanks, brackets and line ends
+    [ -n "$fields" ]
+}
+
+dead() { # a zombie, unless only its first thread has ended
+    [ -r /proc/self/stat ] || return 1
+    stat_of "$1" || return 0
+    case $fields in [ZX]*) ;; *) return 1 ;; esac
+    set -- "/proc/$1/task/"*
+    [ $# -le 1 ]
+}
+
+children() { # children of process $1, in $kin
+    kin=
+    if [ -e /proc/self/task ] && [ -e "/proc/$$/task/$$/children" ]; then
+        for list in "/proc/$1/task/"*/children; do
+            line=
+            { read -r line <"$list"; } 2>/dev/null
+            kin="$kin $line"
+        done
+        return
+    fi
+    [ -n "$pairs" ] || every_process
+    for pair in $pairs; do
+        [ "${pair#*:}" != "$1" ] || kin="$kin ${pair%:*}"
+    done
+}
+
+every_process() { # pid:parent of every process, in $pairs, where the kernel keeps no lists of children
+    if [ ! -r /proc/self/stat ]; then
+        pairs=$(ps -A -o pid= -o ppid= | while read -r pid parent; do echo "$pid:$parent"; done)
+        return
+    fi
+    for place in /proc/[0-9]*; do
+        stat_of "${place#/proc/}" || continue
+        parent=${fields#* }
+        pairs="$pairs ${place#/proc/}:${parent%% *}"
+    done
+}
+
+gather() { # living descendants of process $root, without the supervisor's helpers, in $tree
+    pairs=
+    tree=
+    generation=$root
+    while [ -n "$generation" ]; do
+        found=
+        for member in $generation; do
+            children "$member"
+            for kid in $kin; do
+                case " $helpers " in *" $kid "*) continue ;; esac
+                dead "$kid" || found="$found $kid"
+            done
+        done
+        tree="$tree$found"
+        generation=$found
+    done
+}
+
+kill_all() { # kill every descendant of $root; $still says whether none is left after five seconds
+    still=no
+    now
+    limit=$((now + 500))
+    until past "$limit"; do
+        gather
+        [ -n "$tree" ] || gather # the kernel's list can miss one while another one ends
+        [ -n "$tree" ] || {
+            still=yes
+            return
+        }
+        # Stopped first, until no new one is found: what forks faster than it is killed stands still.
+        seen=
+        while [ "$tree" != "$seen" ] && ! past "$limit"; do
+            # shellcheck disable=SC2086
+            kill -STOP $tree 2>/dev/null
+            seen=$tree
+            gather
+        done
+        # shellcheck disable=SC2086
+        [ -z "$tree" ] || kill -KILL $tree 2>/dev/null
+        gather
+        [ -z "$tree" ] || nap
+    done
+}
+
+# --- output --------------------------------------------------------------------------------------------
+
+pour() { # append up to 512 reads to file $1; $moved bytes; fails at the end of the stream
+    dd bs=65536 count=512 <&3 >>"$1" 2>"$record/$stream.count" || {
+        echo "dd: $(cat "$record/$stream.count")" >"$record/$stream.lost"
+        exec cat <&3 >/dev/null # the command goes on as if its output were kept
+    }
+    {
+        IFS=+ read -r full partial
+        read -r _
+        IFS=' ' read -r moved word _
+    } <"$record/$stream.count"
+    case $word in
+    byte*) ;;
+    *) moved=$(($(wc -c <"$1") - kept)) ;; # POSIX asks dd for the first two lines only
+    esac
+    [ $((full + ${partial%% *})) -eq 512 ]
+}
+
+collect() { # keep head and tail of stream $1, at least $keep bytes of each
+    stream=$1
+    exec 3<"$record/$stream.fifo"
+    total=0
+    kept=0
+    part='head'
+    more=yes
+    while [ $more = yes ]; do
+        pour "$record/$stream.$part" || more=no
+        total=$((total + moved))
+        kept=$((kept + moved))
+        if [ $more = yes ] && [ $kept -ge "$keep" ]; then
+            case $part in a) part=b ;; *) part=a ;; esac
+            : >"$record/$stream.$part"
+            kept=0
+        fi
+    done
+    echo "$total $part" >"$record/$stream.size"
+}
+
+# --- the monitor -----------------------------------------------------------------------------------------
+
+monitor() { # after the deadline: TERM to all, grace, KILL to all
+    trap 'cancelled=yes' TERM
+    cancelled=
+    self
+    helpers="$helpers $self"
+    sleep "$deadline_s" 2>/dev/null &
+    sleeper=$!
+    trap 'kill "$sleeper" 2>/dev/null; wait "$sleeper"; exit 0' TERM
+    [ -z "$cancelled" ] || kill -TERM "$self"
+    wait "$sleeper"
+    until past "$1"; do nap; done # where sleep knows no fractions, or the command ended it
+    create decision deadline || exit 0
+    trap : TERM # from here on the supervisor waits for the monitor
+    gather
+    # shellcheck disable=SC2086
+    [ -z "$tree" ] || kill -TERM $tree 2>/dev/null
+    now
+    limit=$((now + grace))
+    until past "$limit"; do
+        gather
+        [ -n "$tree" ] || exit 0
+        nap
+    done
+    gather
+    [ -z "$tree" ] || : >"$record/escalated"
+    kill_all
+}
+
+# --- the supervisor ----------------------------------------------------------------------------------------
+
+finish() { # write the record, all at once
+    {
+        printf '%s\n' "ending=$1" "code=$2" "elapsed=$3" "descendants=$4" "escalated=$5" "still=$6"
+        printf '%s\n' "message=$7" "nonce=$nonce"
+    } >"$record/ended.new" && mv "$record/ended.new" "$record/ended"
+}
+
+run() {
+    # shellcheck disable=SC1091
+    . "$record/request" || exit 1 # sets the variables used below, and functions environment, program
+    self
+    create claim "$self $born" || exit 0
+    : >"$record/request"
+    root=$self
+    if past "$((latest - 2))"; then
+        finish not_started '' 0 0 no yes "dispatched too late to be waited for"
+        exit 0
+    fi
+    cd "$workdir" || {
+        finish lost '' 0 0 no yes "cannot enter $workdir"
+        exit 0
+    }
+    mkfifo "$record/stdout.fifo" "$record/stderr.fifo" || {
+        finish lost '' 0 0 no yes "cannot make a fifo in $record"
+        exit 0
+    }
+    collect stdout &
+    helpers="$!"
+    collect stderr &
+    helpers="$helpers $!"
+    collectors=$helpers
+    now
+    started=$now
+    monitor $((started + deadline)) 2>/dev/null &
+    watch=$!
+    helpers="$helpers $watch"
+    echo "$helpers" >"$record/helpers"
+
+    # A shell reports a child that a signal killed on its standard error, in every dialect and language
+    # (but for SIGINT and SIGPIPE): that is how 128+n by a signal is told from `exit 128+n`.
+    exec 9>&2 2>"$record/death"
+    (
+        exec </dev/null >"$record/stdout.fifo" 2>"$record/stderr.fifo" 9>&-
+        environment
+        : >"$record/started"
+        program
+    )
+    status=$?
+    exec 2>&9 9>&-
+
+    now
+    elapsed=$((now - started))
+    ending=exited
+    if create decision ended; then
+        kill -TERM "$watch" 2>/dev/null
+    else
+        read -r ending <"$record/decision"
+    fi
+    wait "$watch"
+    if [ "$ending" = exited ] && [ "$status" -gt 128 ] && [ -s "$record/death" ]; then
+        ending=signalled
+        status=$((status - 128))
+    fi
+    [ -e "$record/started" ] || ending=lost # the shell could not set the environment
+    gather
+    # shellcheck disable=SC2086
+    set -- $tree
+    descendants=$#
+    kill_all
+    drain
+    escalated=no
+    [ ! -e "$record/escalated" ] || escalated=yes
+    finish "$ending" "$status" "$elapsed" "$descendants" "$escalated" "$still" ""
+}
+
+drain() { # wait for the collectors; a writer that is none of ours does not keep us
+    {
+        sleep 2
+        # shellcheck disable=SC2086
+        kill $collectors
+    } 2>/dev/null &
+    guard=$!
+    # shellcheck disable=SC2086
+    wait $collectors
+    kill "$guard" 2>/dev/null
+}
+
+settle() {
+    # shellcheck disable=SC1091
+    . "$record/request" || exit 1
+    : >"$record/request"
+    if create claim settled; then
+        finish not_started '' 0 0 no yes "settled before it was started"
+        exit 0
+    fi
+    now
+    limit=$((now + 1000))
+    pid=
+    until read -r pid born <"$record/claim" && [ -n "$pid" ] || past "$limit"; do nap; done
+    while [ ! -e "$record/ended" ] && alive && ! past "$limit"; do
+        if [ -e "$record/helpers" ]; then
+            create decision stopped
+            read -r helpers <"$record/helpers"
+            root=$pid
+            kill_all
+        fi
+        nap
+    done
+}
+
+alive() { # is the supervisor that claimed still the process that it was?
+    kill -0 "$pid" 2>/dev/null || return 1
+    [ -r /proc/self/stat ] || return 0
+    stat_of "$pid" || return 1
+    # shellcheck disable=SC2086
+    set -- $fields
+    [ "${20-}" = "$born" ] && [ "$1" != Z ]
+}
+
+"$1"

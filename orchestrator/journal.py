@@ -1,0 +1,495 @@
+"""What has happened to every run, on disk, in order, for good.
+
+One SQLite file in WAL mode. An entry is an intent (the command about to be performed) or a fact
+(what came of it); entries are only ever added, numbered from 1 within their run, and `PRIMARY KEY
+(run_id, seq)` makes the file itself refuse a second writer of the same run. A fact and the intent
+that follows from it are one transaction, and it is on disk before the command is performed
+(`synchronous=FULL`). The state of a run is nowhere: it is the fold of its facts.
+
+Who may drive a run is settled by a lock file for each live runner, held by the kernel for as long
+as the process lives: no process id is compared, so none can be reused.
+
+A file that is not a journal, is damaged, or was written by a newer version is refused before
+anything is opened for writing, and stays byte for byte as it was.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import cattrs
+from attrs import frozen, resolve_types
+from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
+from cattrs.preconf.json import make_converter
+
+from .core import evidence, facts, verdict
+from .core import spec as spec_module
+from .core.errors import JournalConflictError, JournalError, OrchestratorError
+from .core.facts import Fact, Fault
+from .core.machine import Command, Step, begin, replay
+from .core.spec import EvalSpec, Expect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cattrs.preconf.json import JsonConverter
+
+APPLICATION_ID: Final = 0x6576616C  # "eval"
+SCHEMA_VERSION: Final = 1
+_MAGIC: Final = b"SQLite format 3\0"
+_SCHEMA: Final = """
+CREATE TABLE runs (
+    run_id TEXT PRIMARY KEY,
+    name TEXT NOT NULL,
+    backend TEXT NOT NULL,
+    isolation TEXT NOT NULL,
+    spec TEXT NOT NULL,
+    spec_digest TEXT NOT NULL,
+    nonce TEXT NOT NULL,
+    retry_of TEXT,
+    created_at REAL NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE entries (
+    run_id TEXT NOT NULL REFERENCES runs,
+    seq INTEGER NOT NULL,
+    kind TEXT NOT NULL CHECK (kind IN ('intent', 'fact', 'owner')),
+    name TEXT NOT NULL,
+    payload TEXT NOT NULL,
+    at REAL NOT NULL,
+    PRIMARY KEY (run_id, seq)
+) WITHOUT ROWID;
+CREATE TRIGGER runs_stay BEFORE DELETE ON runs BEGIN SELECT RAISE(ABORT, 'append-only'); END;
+CREATE TRIGGER entries_stay BEFORE DELETE ON entries BEGIN SELECT RAISE(ABORT, 'append-only'); END;
+CREATE TRIGGER runs_hold BEFORE UPDATE ON runs BEGIN SELECT RAISE(ABORT, 'append-only'); END;
+CREATE TRIGGER entries_hold BEFORE UPDATE ON entries BEGIN SELECT RAISE(ABORT, 'append-only'); END;
+"""
+_FACTS: Final = {kind.__name__: kind for kind in Fact.__subclasses__()}
+_BUSY_S: Final = 60.0
+
+T = TypeVar("T")
+
+
+@frozen(kw_only=True)
+class RunRecord:
+    """A run as it was begun.
+
+    Attributes:
+        run_id: its unique name.
+        spec: what it runs; functions among its expectations are None, a journal holds no code.
+        backend: name of its backend.
+        isolation: what that backend keeps the check away from.
+        nonce: the guest's secret for this run.
+        retry_of: the run that it is another attempt at, None for a first one.
+        created_at: seconds since the epoch, for display.
+    """
+
+    run_id: str
+    spec: EvalSpec
+    backend: str
+    isolation: str
+    nonce: str
+    retry_of: str | None
+    created_at: float
+
+
+@frozen(kw_only=True)
+class JournalEntry:
+    """One entry of a run.
+
+    Attributes:
+        seq: from 1, without gaps.
+        kind: `intent`, `fact` or `owner`.
+        name: of the command, the fact, or the runner.
+        at: seconds since the epoch, for display.
+        fact: the fact, None for other kinds.
+    """
+
+    seq: int
+    kind: str
+    name: str
+    at: float
+    fact: Fact | None
+
+
+class Journal:
+    """The journal at a path. Safe to share among threads, and among processes by its path."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open the journal, or make a new one where there is no file.
+
+        Raises:
+            JournalError: the file is damaged, foreign or newer. It is left as it was.
+        """
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        self._seqs: dict[str, int] = {}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not self.path.exists() or self.path.stat().st_size == 0:
+                _create(self.path)
+            _inspect(self.path)
+            self._connection = _connect(self.path)
+        except OSError as error:
+            raise JournalError(f"journal {self.path}: {error.strerror}") from error
+        except sqlite3.Error as error:
+            raise JournalError(f"journal {self.path}: {error}") from error
+        self._runners = self.path.parent / "runners"
+        self.owner = ""
+        self._owner_lock: int | None = None
+
+    def close(self) -> None:
+        """Close the file and let go of the runs that this process drives."""
+        with self._lock:
+            self._connection.close()
+            if self._owner_lock is not None:
+                with suppress(FileNotFoundError):
+                    (self._runners / self.owner).unlink()
+                os.close(self._owner_lock)
+                self._owner_lock = None
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        run_id: str,
+        spec: EvalSpec,
+        *,
+        backend: str,
+        isolation: str,
+        retry_of: str | None = None,
+    ) -> tuple[RunRecord, Step]:
+        """Begin a run: its record, its owner, and the intent to upload, in one transaction.
+
+        Raises:
+            JournalConflictError: there is a run of that name.
+            JournalError: it could not be written.
+        """
+        record = RunRecord(
+            run_id=run_id,
+            spec=spec,
+            backend=backend,
+            isolation=isolation,
+            nonce=secrets.token_hex(16),
+            retry_of=retry_of,
+            created_at=time.time(),
+        )
+        step = begin(run_id, spec.retain)
+        with self._transaction(run_id) as connection:
+            connection.execute(
+                "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    run_id,
+                    spec.name,
+                    backend,
+                    isolation,
+                    _CONVERTER.dumps(spec),
+                    spec.digest,
+                    record.nonce,
+                    retry_of,
+                    record.created_at,
+                ),
+            )
+            self._seqs[run_id] = 0
+            self._add(run_id, "owner", self._own(), "{}")
+            self._add_intent(run_id, step.command)
+        return record, step
+
+    def take_over(self, run_id: str) -> None:
+        """Become the owner of a run whose runner is gone.
+
+        Raises:
+            JournalConflictError: its runner is alive, or another one took it over just now.
+            JournalError: there is no such run, or it could not be written.
+        """
+        last = self._last(run_id)
+        if self.owner_of(run_id) != self.owner and self.driven(run_id):
+            raise JournalConflictError(f"run {run_id} is being driven by a live runner")
+        with self._transaction(run_id):
+            self._seqs[run_id] = last
+            self._add(run_id, "owner", self._own(), "{}")
+
+    def append(self, run_id: str, fact: Fact, command: Command | None) -> None:
+        """Record a fact and the intent to perform the command that follows from it.
+
+        Raises:
+            JournalConflictError: another runner has written to the run.
+            JournalError: it could not be written; neither is recorded.
+        """
+        with self._transaction(run_id):
+            payload = _CONVERTER.dumps(fact)
+            self._add(run_id, "fact", type(fact).__name__, payload)
+            self._add_intent(run_id, command)
+
+    def _add_intent(self, run_id: str, command: Command | None) -> None:
+        if command is not None:
+            self._add(run_id, "intent", type(command).__name__, "{}")
+
+    def _add(self, run_id: str, kind: str, name: str, payload: str) -> None:
+        self._seqs[run_id] += 1
+        self._connection.execute(
+            "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?)",
+            (run_id, self._seqs[run_id], kind, name, payload, time.time()),
+        )
+
+    @contextmanager
+    def _transaction(self, run_id: str) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            before = self._seqs.get(run_id)
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._connection
+                    self._connection.execute("COMMIT")
+                except BaseException:
+                    with suppress(sqlite3.Error):
+                        self._connection.execute("ROLLBACK")
+                    if before is not None:
+                        self._seqs[run_id] = before
+                    raise
+            except sqlite3.IntegrityError as error:
+                raise JournalConflictError(
+                    f"journal {self.path}: another runner has written to run {run_id}; "
+                    "this one stops driving it"
+                ) from error
+            except sqlite3.Error as error:
+                raise JournalError(
+                    f"journal {self.path}: run {run_id}: {error}; "
+                    "nothing that was written is lost: make room or mend it, then resume"
+                ) from error
+
+    # --- owners -----------------------------------------------------------------------------------
+
+    def _own(self) -> str:
+        """Give this runner's name, after taking the lock that says it lives."""
+        if self._owner_lock is None:
+            self._runners.mkdir(exist_ok=True)
+            self.owner = f"{os.getpid()}-{secrets.token_hex(4)}"
+            self._owner_lock = os.open(
+                self._runners / self.owner, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+            fcntl.flock(self._owner_lock, fcntl.LOCK_EX)
+        return self.owner
+
+    def _alive(self, owner: str) -> bool:
+        """Tell whether a runner holds its lock; a lock that nobody holds is removed."""
+        place = self._runners / owner
+        try:
+            descriptor = os.open(place, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        with suppress(FileNotFoundError):
+            place.unlink()
+        return False
+
+    def driven(self, run_id: str) -> bool:
+        """Tell whether a live runner, this one included, drives a run."""
+        owner = self.owner_of(run_id)
+        return bool(owner) and (owner == self.owner or self._alive(owner))
+
+    def owner_of(self, run_id: str) -> str:
+        """Give the name of the runner that drives, or drove, a run."""
+        rows = self._read(
+            "SELECT name FROM entries WHERE run_id = ? AND kind = 'owner' "
+            "ORDER BY seq DESC LIMIT 1",
+            run_id,
+        )
+        return str(rows[0][0]) if rows else ""
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def run_ids(self) -> list[str]:
+        """Give every run, oldest first."""
+        return [row[0] for row in self._read("SELECT run_id FROM runs ORDER BY created_at, run_id")]
+
+    def record(self, run_id: str) -> RunRecord:
+        """Give a run as it was begun.
+
+        Raises:
+            JournalError: there is no such run, or its record cannot be read.
+        """
+        rows = self._read(
+            "SELECT spec, backend, isolation, nonce, retry_of, created_at "
+            "FROM runs WHERE run_id = ?",
+            run_id,
+        )
+        if not rows:
+            raise JournalError(f"journal {self.path}: there is no run {run_id}")
+        spec, backend, isolation, nonce, retry_of, created_at = rows[0]
+        return RunRecord(
+            run_id=run_id,
+            spec=self._structure(spec, EvalSpec, run_id),
+            backend=backend,
+            isolation=isolation,
+            nonce=nonce,
+            retry_of=retry_of,
+            created_at=created_at,
+        )
+
+    def entries(self, run_id: str) -> list[JournalEntry]:
+        """Give the entries of a run, in order.
+
+        Raises:
+            JournalError: there is no such run, an entry is missing, or one cannot be read.
+        """
+        rows = self._read(
+            "SELECT seq, kind, name, payload, at FROM entries WHERE run_id = ? ORDER BY seq", run_id
+        )
+        if not rows or [row[0] for row in rows] != list(range(1, len(rows) + 1)):
+            raise JournalError(f"journal {self.path}: entries of run {run_id} are missing")
+        return [
+            JournalEntry(
+                seq=seq, kind=kind, name=name, at=at, fact=self._fact(kind, name, payload, run_id)
+            )
+            for seq, kind, name, payload, at in rows
+        ]
+
+    def _fact(self, kind: str, name: str, payload: str, run_id: str) -> Fact | None:
+        if kind != "fact":
+            return None
+        if name not in _FACTS:
+            raise JournalError(f"journal {self.path}: run {run_id}: no fact is called {name!r}")
+        return self._structure(payload, _FACTS[name], run_id)
+
+    def step(self, run_id: str) -> Step:
+        """Give where a run stands and what may be done next: the fold of its facts.
+
+        Raises:
+            JournalError: it cannot be read, or its facts are not a lifecycle.
+        """
+        found = [entry.fact for entry in self.entries(run_id) if entry.fact is not None]
+        try:
+            return replay(run_id, found, self.record(run_id).spec.retain)
+        except OrchestratorError as error:
+            raise JournalError(f"journal {self.path}: {error}") from error
+
+    def _last(self, run_id: str) -> int:
+        return self.entries(run_id)[-1].seq
+
+    def _read(self, query: str, *arguments: object) -> list[tuple[Any, ...]]:
+        with self._lock:
+            try:
+                return self._connection.execute(query, arguments).fetchall()
+            except sqlite3.Error as error:
+                raise JournalError(f"journal {self.path}: {error}") from error
+
+    def _structure(self, payload: str, kind: type[T], run_id: str) -> T:
+        try:
+            return _CONVERTER.loads(payload, kind)
+        except Exception as error:
+            text = "; ".join(cattrs.transform_error(error)) or str(error)
+            raise JournalError(
+                f"journal {self.path}: run {run_id}: {kind.__name__}: {text}"
+            ) from error
+
+
+def _create(path: Path) -> None:
+    """Make an empty journal, whole or not at all, however many processes do so at once."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    connection = sqlite3.connect(draft, isolation_level=None)
+    try:
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+        connection.close()
+        with path.parent.joinpath(f".{path.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists() or path.stat().st_size == 0:
+                draft.replace(path)
+    finally:
+        connection.close()
+        draft.unlink(missing_ok=True)
+
+
+def _inspect(path: Path) -> None:
+    """Refuse a file that is not a whole journal of this version, without opening it for writing."""
+    with path.open("rb") as file:
+        header = file.read(100)
+    if len(header) < 100 or not header.startswith(_MAGIC):  # noqa: PLR2004 - SQLite's header
+        raise JournalError(
+            f"journal {path}: not a journal, or damaged in its first bytes; left as it is"
+        )
+    application = int.from_bytes(header[68:72], "big")
+    version = int.from_bytes(header[60:64], "big")
+    if application != APPLICATION_ID:
+        raise JournalError(f"journal {path}: an SQLite file of another program; left as it is")
+    if version != SCHEMA_VERSION:
+        raise JournalError(
+            f"journal {path}: written by version {version} of the journal, this is version "
+            f"{SCHEMA_VERSION}; left as it is, use the program that wrote it"
+        )
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=_BUSY_S)
+    try:
+        connection.execute("PRAGMA mmap_size = 268435456")
+        findings = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
+    except sqlite3.DatabaseError as error:
+        findings = [str(error)]
+    finally:
+        connection.close()
+    if findings != ["ok"]:
+        raise JournalError(f"journal {path}: damaged ({findings[0]}); left as it is")
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        path, isolation_level=None, check_same_thread=False, timeout=_BUSY_S
+    )
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA foreign_keys = ON")
+    return connection
+
+
+def _converter() -> JsonConverter:
+    """Make the converter between values and JSON."""
+    converter = make_converter(
+        forbid_extra_keys=True, unstruct_collection_overrides={Mapping: dict}
+    )
+    names = {**vars(facts), **vars(evidence), **vars(verdict), **vars(spec_module)}
+    for kind in (*_FACTS.values(), Fault, EvalSpec, Expect):
+        resolve_types(kind, globalns=names)
+    # A command is text or words: JSON's own two types tell them apart.
+    command = str | tuple[str, ...]
+    for union in (command, command | None):
+        converter.register_structure_hook(union, _structure_command)
+    # A journal holds no code: of a function, its name stays.
+    converter.register_unstructure_hook(
+        Expect,
+        make_dict_unstructure_fn(
+            Expect,
+            converter,
+            predicates=override(unstruct_hook=sorted),
+            _cattrs_omit_if_default=True,
+        ),
+    )
+    converter.register_structure_hook(
+        Expect,
+        make_dict_structure_fn(
+            Expect,
+            converter,
+            predicates=override(struct_hook=lambda value, _: dict.fromkeys(value)),
+            _cattrs_forbid_extra_keys=True,
+        ),
+    )
+    return converter
+
+
+def _structure_command(value: Any, _: object) -> str | tuple[str, ...] | None:
+    return tuple(value) if isinstance(value, list) else value
+
+
+_CONVERTER: Final = _converter()

@@ -1,0 +1,181 @@
+"""What the runner needs of the world: a backend with its sandboxes, and what passes between them.
+
+Somebody who writes a backend implements `Backend` and `Sandbox` and nothing else. Any call may
+raise anything and may take for ever: the runner bounds each one, and what it may conclude from a
+failure is decided in `core`. Only three things are asked of a backend beyond doing what a verb
+says:
+
+* create is idempotent: the sandbox is named after the run, and asking again finds it again;
+* execute is at most once: the guest claims the order before it starts anything (`guest/`);
+* destroy compares the permit with the sandbox, and confirms that it is gone or raises.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
+
+from attrs import frozen
+
+from .core.verdict import ObservedBy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from .core.evidence import Entry, Manifest
+    from .core.facts import SandboxRef
+    from .core.machine import CleanupPermit
+    from .core.spec import EvalSpec
+
+Slot = Literal["setup", "check"]
+Stream = Literal["stdout", "stderr"]
+
+
+@frozen(kw_only=True)
+class Order:
+    """A command for the guest to run once.
+
+    Attributes:
+        slot: which of the run's commands it is.
+        argv: the command.
+        env: its whole environment, beside what the backend sees as sane.
+        deadline_s: seconds from the start of its process.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        latest_start_s: seconds from dispatch after which it must not start.
+        output_bytes: of each stream to keep.
+        nonce: known to the supervisor and the client only; a record without it is not the
+            supervisor's.
+    """
+
+    slot: Slot
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    deadline_s: float
+    grace_s: float
+    latest_start_s: float
+    output_bytes: int
+    nonce: str
+
+
+class Ending(StrEnum):
+    """How the guest's record says that a command ended."""
+
+    EXITED = "exited"
+    SIGNALLED = "signalled"
+    DEADLINE = "deadline"
+    OUT_OF_MEMORY = "out_of_memory"
+    STOPPED = "stopped"
+    """Settling stopped it while it ran."""
+    NOT_STARTED = "not_started"
+    """It never started, and never will."""
+    LOST = "lost"
+    """There is no record, or none that the supervisor wrote."""
+
+
+@frozen(kw_only=True)
+class Record:
+    """The guest's account of one command.
+
+    Attributes:
+        ending: how it ended.
+        code: exit code or signal number, as `ending` says; None otherwise.
+        elapsed_s: seconds from start to end on the sandbox's clock.
+        escalated: it was killed after the grace.
+        descendants: processes that outlived it and were stopped.
+        still: nothing of it is running any more, as far as can be proven.
+        observed_by: who saw it end.
+        message: for a person, where there is something to say.
+    """
+
+    ending: Ending
+    code: int | None = None
+    elapsed_s: float = 0.0
+    escalated: bool = False
+    descendants: int = 0
+    still: bool = True
+    observed_by: ObservedBy = ObservedBy.GUEST
+    message: str = ""
+
+
+class Workspace(Protocol):
+    """The tree to send."""
+
+    def manifest(self) -> Manifest:
+        """Give the account of the tree."""
+
+    def open(self, entry: Entry) -> BinaryIO:
+        """Open a file of the tree for reading."""
+
+
+class Intake(Protocol):
+    """Where a sandbox delivers evidence; every delivery is compared with its account."""
+
+    def receive(self, entry: Entry, stream: BinaryIO) -> None:
+        """Take the content of a file.
+
+        Raises:
+            EvidenceIncompleteError: it is not the content that `entry` says.
+        """
+
+    def output(
+        self, stream: Stream, head: Iterable[bytes], tail: Iterable[bytes], total: int
+    ) -> None:
+        """Take what was kept of an output stream of which there were `total` bytes."""
+
+
+class Sandbox(Protocol):
+    """One disposable place, owned by one run."""
+
+    @property
+    def ref(self) -> SandboxRef:
+        """Which sandbox this is."""
+
+    def upload(self, workspace: Workspace) -> bool:
+        """Make the sandbox's workspace equal to `workspace`, whatever was there before.
+
+        False if a command of the run was started here before: then nothing is touched.
+        """
+
+    def manifest(self) -> Manifest:
+        """Give the storage's own account of the sandbox's workspace."""
+
+    def execute(self, order: Order) -> Record:
+        """Start the order unless it was started before, and wait until nothing of it runs."""
+
+    def settle(self, order: Order) -> Record:
+        """Give the order's record; stop it if it runs; see that it never starts from now on."""
+
+    def fetch(self, entries: Iterable[Entry], slot: Slot, intake: Intake) -> None:
+        """Deliver the content of `entries`, and the output of the command in `slot`."""
+
+    def destroy(self, permit: CleanupPermit) -> None:
+        """Destroy the sandbox and return when it is confirmed gone.
+
+        Raises:
+            PermitError: the permit is not for this sandbox.
+        """
+
+
+class Backend(Protocol):
+    """Makes sandboxes."""
+
+    @property
+    def name(self) -> str:
+        """A short name: `local`, `docker`, `openshell`."""
+
+    @property
+    def isolation(self) -> str:
+        """What the check is kept away from, in a word or two; `none` if nothing."""
+
+    def refuse(self, spec: EvalSpec) -> None:
+        """Refuse a spec that this backend cannot honour.
+
+        Raises:
+            SpecError: naming the key.
+        """
+
+    def create(self, run_id: str, spec: EvalSpec) -> Sandbox:
+        """Create the run's sandbox, or find it if it was created before."""
+
+    def open(self, run_id: str) -> Sandbox | None:
+        """Find the run's sandbox; None where it is certain that there is none."""

@@ -1,0 +1,583 @@
+"""Evidence on this machine's disk: content by its digest, and a record for each run.
+
+    objects/ab/abcd…        content, named by its SHA-256
+    manifests/abcd….json    accounts of workspaces, named by the digest of the manifest
+    evidence/RUN/           record.json, stdout, stderr (and *.tail after a gap)
+
+Everything is written aside, flushed, renamed into place, and then its directory is flushed; a
+record is written when all that it names is there. So what has its name is whole, and a crash leaves
+nothing that could be taken for evidence. Content is read back through its digest: damage is found,
+never returned.
+
+What a run costs here follows what its check changed. The record holds the changes against the
+manifest of the workspace, which is kept once; content that is here already is not fetched again.
+Content that the check did not change is shared with the sandbox's own copy where the file system
+can (a hard link, in the moment before that copy is destroyed) and is not flushed: it can be had
+from the workspace again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+from attrs import define, field, frozen
+
+from . import tree
+from .core.errors import EvidenceIncompleteError, VaultError
+from .core.evidence import (
+    Changes,
+    Entry,
+    EntryKind,
+    Manifest,
+    Output,
+    Provenance,
+    Receipt,
+    provenance,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from .core.verdict import Outcome
+    from .ports import Stream
+
+RECORD_VERSION: Final = 1
+
+
+@frozen
+class Evidence:
+    """What a run left behind, as expectations see it. Read-only, and verified as it is read.
+
+    Attributes:
+        run_id: the run.
+        sealed: proven whole.
+        outcome: how the check ended; None where that is not known.
+        manifest: every entry of the tree as the check left it.
+        baseline: every entry of the tree that the check was given.
+        path: directory on disk with the record and the output.
+    """
+
+    run_id: str
+    sealed: bool
+    outcome: Outcome | None
+    manifest: Manifest = field(repr=False)
+    baseline: Manifest = field(repr=False)
+    path: Path
+    _outputs: Mapping[str, Output] = field(repr=False, alias="outputs")
+    _vault: Vault = field(repr=False, alias="vault")
+
+    def output(self, stream: Stream) -> Output | None:
+        """Give an output stream of the check; None if it never arrived, which sealed ones have."""
+        return self._outputs.get(stream)
+
+    @property
+    def stdout(self) -> Output:
+        """The check's standard output; compares with bytes.
+
+        Raises:
+            EvidenceIncompleteError: it never arrived.
+        """
+        return self._arrived("stdout")
+
+    @property
+    def stderr(self) -> Output:
+        """The check's standard error; raises as `stdout` does."""
+        return self._arrived("stderr")
+
+    def _arrived(self, stream: Stream) -> Output:
+        output = self.output(stream)
+        if output is None:
+            raise EvidenceIncompleteError(f"run {self.run_id}: {stream} never arrived")
+        return output
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the check, None if it did not end by exiting."""
+        return self.outcome.exit_code if self.outcome else None
+
+    def entry(self, path: str) -> Entry | None:
+        """Give the entry at a path relative to the workspace, None if there is none.
+
+        Raises:
+            ValueError: the path leads out of the workspace.
+        """
+        pure = PurePosixPath(path)
+        if pure.is_absolute() or ".." in pure.parts or not pure.parts:
+            raise ValueError(f"{path!r}: expected a relative path without `..`")
+        return self.manifest.entries.get(str(pure))
+
+    def exists(self, path: str) -> bool:
+        """Tell whether there is an entry at a path. Symlinks are entries and are not followed."""
+        return self.entry(path) is not None
+
+    def read(self, path: str) -> bytes:
+        """Give the content of a file.
+
+        Raises: FileNotFoundError: there is no entry at the path, which is a fact about the
+            workspace. IsADirectoryError, OSError: what is there is no file.
+            EvidenceIncompleteError: the content is not here, which says nothing about the
+            workspace.
+        """
+        entry = self.entry(path)
+        if entry is None:
+            raise FileNotFoundError(errno.ENOENT, "not in the evidence", path)
+        if entry.kind is EntryKind.DIRECTORY:
+            raise IsADirectoryError(errno.EISDIR, "a directory", path)
+        if entry.sha256 is None:
+            raise OSError(errno.EINVAL, f"a {entry.kind}, not a file", path)
+        return self._vault.content(entry.sha256)
+
+    def text(self, path: str, encoding: str = "utf-8") -> str:
+        """Give the content of a file as text; raises as `read` does, and `UnicodeDecodeError`."""
+        return self.read(path).decode(encoding)
+
+    def provenance(self, path: str) -> Provenance | None:
+        """Tell whether the check left, modified, created or deleted an entry; None: never there."""
+        self.entry(path)
+        return provenance(str(PurePosixPath(path)), self.baseline, self.manifest)
+
+    def paths(self, kind: Provenance) -> list[str]:
+        """Give the paths of one provenance, sorted."""
+        paths = sorted(self.manifest.entries.keys() | self.baseline.entries.keys())
+        return [path for path in paths if self.provenance(path) is kind]
+
+    def export(self, destination: str | Path) -> None:
+        """Write the tree out to a new directory, as the check left it.
+
+        Sockets and devices are left out: they are in the manifest and cannot be made again.
+
+        Raises:
+            FileExistsError: there is something at the destination.
+            EvidenceIncompleteError: content is not here.
+        """
+        whole = Manifest(
+            {
+                entry.path: entry
+                for entry in self.manifest
+                if entry.kind not in {EntryKind.SOCKET, EntryKind.DEVICE}
+            }
+        )
+        Path(destination).mkdir(parents=True)
+        tree.build(destination, whole, lambda entry: self._vault.open(entry.sha256 or ""))
+
+
+@define(eq=False)
+class VaultIntake:
+    """Takes delivery of one run's evidence. See `ports.Intake`."""
+
+    run_id: str
+    baseline: Manifest
+    _vault: Vault = field(alias="vault")
+    arrived: dict[str, Entry] = field(factory=dict)
+    outputs: dict[str, Output] = field(factory=dict)
+
+    def missing(self, manifest: Manifest) -> list[Entry]:
+        """Give the files of `manifest` whose content is not here yet, each content once."""
+        wanted: dict[str, Entry] = {}
+        for entry in manifest:
+            if entry.sha256 and entry.sha256 not in wanted and not self._vault.has(entry.sha256):
+                wanted[entry.sha256] = entry
+        return list(wanted.values())
+
+    def receive(self, entry: Entry, stream: BinaryIO) -> None:
+        """Take the content of a file; what is not what `entry` says is kept aside and refused."""
+        before = self.baseline.entries.get(entry.path)
+        unchanged = before is not None and before.same_content(entry)
+        size, digest = self._vault.keep(stream, entry, share=unchanged)
+        arrived = Entry(entry.path, entry.kind, entry.mode, entry.mtime_ns, size, digest)
+        self.arrived[entry.path] = arrived
+        if digest != entry.sha256:
+            raise EvidenceIncompleteError(
+                f"{entry.path!r} arrived with {size} bytes and SHA-256 {digest}; "
+                f"the sandbox has {entry.size} bytes and {entry.sha256}"
+            )
+
+    def output(
+        self, stream: Stream, head: Iterable[bytes], tail: Iterable[bytes], total: int
+    ) -> None:
+        """Take what was kept of an output stream."""
+        output = Output(b"".join(head), b"".join(tail), total)
+        kept = len(output.head) + len(output.tail)
+        if kept > total or (output.truncated and not (output.head and output.tail)):
+            raise EvidenceIncompleteError(
+                f"{stream}: {kept} bytes arrived of {total}, and not both ends of them"
+            )
+        self.outputs[stream] = output
+
+
+class Vault:
+    """A directory of evidence. May be shared by many threads and processes."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Use the vault at `path`, made if it is not there.
+
+        Raises:
+            VaultError: it cannot be made.
+        """
+        self.path = Path(path)
+        with _storing(self.path):
+            for name in ("objects", "manifests", "evidence", "staging"):
+                (self.path / name).mkdir(parents=True, exist_ok=True)
+        self._fan: set[Path] = set()
+
+    # --- content ----------------------------------------------------------------------------------
+
+    def has(self, digest: str) -> bool:
+        """Tell whether content is here."""
+        return self._object(digest).exists()
+
+    def content(self, digest: str) -> bytes:
+        """Give content.
+
+        Raises:
+            EvidenceIncompleteError: it is not here, or is not what its name says.
+        """
+        with self.open(digest) as stream:
+            data = stream.read()
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise EvidenceIncompleteError(f"{self._object(digest)} is damaged")
+        return data
+
+    def open(self, digest: str) -> BinaryIO:
+        """Open content for reading, unverified.
+
+        Raises:
+            EvidenceIncompleteError: it is not here.
+        """
+        try:
+            return self._object(digest).open("rb")
+        except OSError as error:
+            raise EvidenceIncompleteError(
+                f"{self._object(digest)}: {error.strerror}: the content was not kept"
+            ) from error
+
+    def keep(self, stream: BinaryIO, entry: Entry, *, share: bool) -> tuple[int, str]:
+        """Store content under the digest that it turns out to have; give size and digest.
+
+        Args:
+            stream: the content.
+            entry: what it should be.
+            share: link to the stream's own file where that can be done and it is `entry`'s content.
+        """
+        if share and entry.mode & stat.S_IRUSR and self._link(stream, entry):
+            return entry.size, entry.sha256 or ""
+        with _storing(self.path):
+            descriptor, name = tempfile.mkstemp(dir=self.path / "staging")
+        try:
+            size, digest = _write_content(stream, descriptor, self.path)
+            with _storing(self.path):
+                if not share:
+                    os.fsync(descriptor)
+                os.fchmod(descriptor, 0o444)
+                place = self._make_place(digest)
+                os.replace(name, place)
+                if not share:
+                    _flush(place.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+        finally:
+            os.close(descriptor)
+        return size, digest
+
+    def _link(self, stream: BinaryIO, entry: Entry) -> bool:
+        """Try to take a file by linking to it, if it is what `entry` says."""
+        try:
+            source = stream.fileno()
+        except OSError:
+            return False
+        digest = hashlib.sha256()
+        while chunk := stream.read(tree.CHUNK):
+            digest.update(chunk)
+        stream.seek(0)
+        if digest.hexdigest() != entry.sha256:
+            return False
+        try:
+            os.link(
+                f"/proc/self/fd/{source}",
+                self._make_place(entry.sha256),
+                follow_symlinks=True,
+            )
+        except FileExistsError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def _object(self, digest: str) -> Path:
+        return self.path / "objects" / digest[:2] / digest
+
+    def _make_place(self, digest: str) -> Path:
+        place = self._object(digest)
+        if place.parent not in self._fan:
+            place.parent.mkdir(exist_ok=True)
+            _flush(place.parent.parent)
+            self._fan.add(place.parent)
+        return place
+
+    # --- manifests --------------------------------------------------------------------------------
+
+    def keep_manifest(self, manifest: Manifest) -> str:
+        """Store a manifest, if it is not here yet; give its digest."""
+        data = manifest.encode()
+        digest = hashlib.sha256(data).hexdigest()
+        place = self.path / "manifests" / f"{digest}.json"
+        if not place.exists():
+            with _storing(self.path):
+                _write_whole(self.path / "staging", place, data)
+        return digest
+
+    def manifest(self, digest: str) -> Manifest:
+        """Give a stored manifest.
+
+        Raises:
+            EvidenceIncompleteError: it is not here, or is damaged.
+        """
+        place = self.path / "manifests" / f"{digest}.json"
+        try:
+            data = place.read_bytes()
+        except OSError as error:
+            raise EvidenceIncompleteError(f"{place}: {error.strerror}") from error
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise EvidenceIncompleteError(f"{place} is damaged")
+        return Manifest.decode(data)
+
+    # --- evidence ---------------------------------------------------------------------------------
+
+    def intake(self, run_id: str, baseline: Manifest) -> VaultIntake:
+        """Open a delivery for a run whose check was given the tree `baseline`."""
+        return VaultIntake(run_id, baseline, vault=self)
+
+    def seal(self, intake: VaultIntake, manifest: Manifest) -> Receipt:
+        """Seal what was delivered, after proving that it is all there.
+
+        Args:
+            intake: the delivery.
+            manifest: the sandbox's own account of its workspace after the check.
+
+        Raises:
+            EvidenceIncompleteError: something is not here. Nothing was sealed.
+            VaultError: it could not be written.
+        """
+        missing = intake.missing(manifest)
+        if missing:
+            names = ", ".join(repr(entry.path) for entry in missing[:3])
+            raise EvidenceIncompleteError(
+                f"{len(missing)} files did not arrive, among them {names}"
+            )
+        for stream in ("stdout", "stderr"):
+            if stream not in intake.outputs:
+                raise EvidenceIncompleteError(f"{stream} did not arrive")
+        return self._record(intake, manifest, sealed=True)
+
+    def put_aside(self, intake: VaultIntake, manifest: Manifest | None) -> Receipt:
+        """Keep what was delivered of evidence that will not be scored, as what it is: a part.
+
+        Files that did not arrive are not in its manifest; ones that arrived damaged are, as they
+        came.
+        """
+        known = manifest.entries if manifest else {}
+        entries = {
+            path: entry
+            for path, entry in known.items()
+            if entry.sha256 is None or self.has(entry.sha256)
+        }
+        return self._record(
+            intake, Manifest.of({**entries, **intake.arrived}.values()), sealed=False
+        )
+
+    def _record(self, intake: VaultIntake, manifest: Manifest, *, sealed: bool) -> Receipt:
+        """Write a run's directory and give the receipt for it."""
+        changes = Changes.between(intake.baseline, manifest)
+        outputs = dict(intake.outputs)
+        data = json.dumps(
+            {
+                "version": RECORD_VERSION,
+                "run_id": intake.run_id,
+                "sealed": sealed,
+                "baseline": self.keep_manifest(intake.baseline),
+                "manifest": manifest.digest,
+                "changed": json.loads(Manifest.of(changes.entries).encode()),
+                "deleted": changes.deleted,
+                "output": {name: _describe(output) for name, output in outputs.items()},
+            },
+            indent=1,
+        ).encode("ascii")
+        with _storing(self.path):
+            stage = Path(tempfile.mkdtemp(dir=self.path / "staging", prefix=f"{intake.run_id}."))
+            for name, output in outputs.items():
+                _write_new(stage / name, output.head)
+                if output.tail:
+                    _write_new(stage / f"{name}.tail", output.tail)
+            _write_new(stage / "record.json", data)
+            _flush(stage)
+            stage.chmod(0o755)
+            self._put_in_place(stage, self.path / "evidence" / intake.run_id)
+        return Receipt.for_tree(
+            intake.run_id,
+            intake.baseline,
+            manifest,
+            changes,
+            sealed=sealed,
+            record=hashlib.sha256(data).hexdigest(),
+        )
+
+    def _put_in_place(self, stage: Path, place: Path) -> None:
+        """Rename a finished directory; one that a crashed runner left there keeps another name."""
+        if place.exists():
+            if (place / "record.json").read_bytes() == (stage / "record.json").read_bytes():
+                shutil.rmtree(stage)
+                return
+            generation = 1
+            while (older := place.with_name(f"{place.name}.superseded-{generation}")).exists():
+                generation += 1
+            place.rename(older)
+        stage.rename(place)
+        _flush(place.parent)
+
+    def evidence(self, receipt: Receipt, outcome: Outcome | None) -> Evidence:
+        """Give the evidence that a receipt was given for.
+
+        Raises:
+            EvidenceIncompleteError: the record is not the one that the receipt names.
+        """
+        return _Loaded(self, receipt).evidence(outcome)
+
+
+@define(slots=False)
+class _Loaded:
+    """Reads a record back, through the digests that it was written with."""
+
+    vault: Vault
+    receipt: Receipt
+
+    @property
+    def path(self) -> Path:
+        return self.vault.path / "evidence" / self.receipt.run_id
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        try:
+            data = (self.path / "record.json").read_bytes()
+        except OSError as error:
+            raise EvidenceIncompleteError(f"{self.path}: {error.strerror}") from error
+        if hashlib.sha256(data).hexdigest() != self.receipt.record:
+            raise EvidenceIncompleteError(f"{self.path / 'record.json'} is damaged")
+        record: dict[str, Any] = json.loads(data)
+        return record
+
+    def evidence(self, outcome: Outcome | None) -> Evidence:
+        baseline = self.vault.manifest(self.record["baseline"])
+        changed = Manifest.decode(json.dumps(self.record["changed"]).encode())
+        changes = Changes(tuple(changed), tuple(self.record["deleted"]))
+        return Evidence(
+            run_id=self.receipt.run_id,
+            sealed=self.receipt.sealed,
+            outcome=outcome,
+            manifest=changes.apply(baseline),
+            baseline=baseline,
+            path=self.path,
+            outputs={name: self._output(name) for name in self.record["output"]},
+            vault=self.vault,
+        )
+
+    def _output(self, stream: str) -> Output:
+        described = self.record["output"][stream]
+        parts = []
+        for name, digest in ((stream, described["head"]), (f"{stream}.tail", described["tail"])):
+            try:
+                data = (self.path / name).read_bytes() if digest else b""
+            except OSError as error:
+                raise EvidenceIncompleteError(f"{self.path / name}: {error.strerror}") from error
+            if digest and hashlib.sha256(data).hexdigest() != digest:
+                raise EvidenceIncompleteError(f"{self.path / name} is damaged")
+            parts.append(data)
+        return Output(parts[0], parts[1], described["bytes"])
+
+
+def _describe(output: Output) -> dict[str, object]:
+    return {
+        "bytes": output.total,
+        "head": hashlib.sha256(output.head).hexdigest(),
+        "tail": hashlib.sha256(output.tail).hexdigest() if output.tail else None,
+    }
+
+
+@contextlib.contextmanager
+def _storing(path: Path) -> Iterator[None]:
+    """Tell trouble with this machine's disk from trouble with what is stored on it."""
+    try:
+        yield
+    except OSError as error:
+        raise _storage_error(path, error) from error
+
+
+def _storage_error(path: Path, error: OSError) -> VaultError:
+    return VaultError(
+        f"evidence cannot be kept in {path}: {error.filename or path}: {error.strerror}; "
+        "nothing that was kept is lost and the sandbox is untouched: make room or mend it, then resume"
+    )
+
+
+@define(eq=False)
+class _Reader:
+    """Reads a stream, and remembers whether it was the stream that failed, or the disk."""
+
+    stream: BinaryIO
+    failed: bool = False
+
+    def read(self, size: int) -> bytes:
+        try:
+            return self.stream.read(size)
+        except BaseException:
+            self.failed = True
+            raise
+
+
+def _write_content(stream: BinaryIO, descriptor: int, path: Path) -> tuple[int, str]:
+    """Copy a stream to disk; only an error of the disk is a `VaultError`."""
+    reader = _Reader(stream)
+    try:
+        return tree.write_sparse(reader, descriptor)
+    except OSError as error:
+        if reader.failed:
+            raise
+        raise _storage_error(path, error) from error
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(descriptor)
+
+
+def _write_whole(staging: Path, place: Path, data: bytes) -> None:
+    descriptor, name = tempfile.mkstemp(dir=staging)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(descriptor)
+    os.chmod(name, 0o444)
+    os.replace(name, place)
+    _flush(place.parent)
+
+
+def _flush(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
