@@ -10,7 +10,7 @@ r"""Eval runs that cannot delete a sandbox before its evidence is safely on your
 Backends, the testing kit and the command line are submodules, and load only where they are used.
 """
 
-from .bounded import Cancellation
+from .clock import Cancellation
 from .core.clocks import Bounds
 from .core.errors import (
     EvidenceIncompleteError,

@@ -37,6 +37,7 @@ from .core.errors import JournalConflictError, JournalError, OrchestratorError
 from .core.facts import Fact, Fault
 from .core.machine import Command, Step, begin, replay
 from .core.spec import EvalSpec, Expect
+from .ports import RunRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,29 +77,6 @@ _FACTS: Final = {kind.__name__: kind for kind in Fact.__subclasses__()}
 _BUSY_S: Final = 60.0
 
 T = TypeVar("T")
-
-
-@frozen(kw_only=True)
-class RunRecord:
-    """A run as it was begun.
-
-    Attributes:
-        run_id: its unique name.
-        spec: what it runs; functions among its expectations are None, a journal holds no code.
-        backend: name of its backend.
-        isolation: what that backend keeps the check away from.
-        nonce: the guest's secret for this run.
-        retry_of: the run that it is another attempt at, None for a first one.
-        created_at: seconds since the epoch, for display.
-    """
-
-    run_id: str
-    spec: EvalSpec
-    backend: str
-    isolation: str
-    nonce: str
-    retry_of: str | None
-    created_at: float
 
 
 @frozen(kw_only=True)

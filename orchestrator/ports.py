@@ -13,22 +13,26 @@ says:
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, TypeVar
 
 from attrs import frozen
 
 from .core.verdict import ObservedBy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from .core.evidence import Entry, Manifest
-    from .core.facts import SandboxRef
-    from .core.machine import CleanupPermit
+    from .clock import Cancellation
+    from .core.evidence import Entry, Manifest, Receipt
+    from .core.facts import Fact, SandboxRef
+    from .core.machine import CleanupPermit, Command, Step
     from .core.spec import EvalSpec
+    from .core.verdict import Outcome
+    from .vault import Evidence
 
 Slot = Literal["setup", "check"]
 Stream = Literal["stdout", "stderr"]
+T = TypeVar("T")
 
 
 @frozen(kw_only=True)
@@ -110,6 +114,9 @@ class Workspace(Protocol):
 class Intake(Protocol):
     """Where a sandbox delivers evidence; every delivery is compared with its account."""
 
+    def missing(self, manifest: Manifest) -> list[Entry]:
+        """Give the files of `manifest` whose content is not here yet."""
+
     def receive(self, entry: Entry, stream: BinaryIO) -> None:
         """Take the content of a file.
 
@@ -179,3 +186,103 @@ class Backend(Protocol):
 
     def open(self, run_id: str) -> Sandbox | None:
         """Find the run's sandbox; None where it is certain that there is none."""
+
+
+@frozen(kw_only=True)
+class RunRecord:
+    """A run as it was begun.
+
+    Attributes:
+        run_id: its unique name.
+        spec: what it runs; functions among its expectations are None, a journal holds no code.
+        backend: name of its backend.
+        isolation: what that backend keeps the check away from.
+        nonce: the guest's secret for this run.
+        retry_of: the run that it is another attempt at, None for a first one.
+        created_at: seconds since the epoch, for display.
+    """
+
+    run_id: str
+    spec: EvalSpec
+    backend: str
+    isolation: str
+    nonce: str
+    retry_of: str | None
+    created_at: float
+
+
+class Journal(Protocol):
+    """Where everything that happens to a run is on disk before the next thing is done."""
+
+    def begin(
+        self,
+        run_id: str,
+        spec: EvalSpec,
+        *,
+        backend: str,
+        isolation: str,
+        retry_of: str | None = None,
+    ) -> tuple[RunRecord, Step]:
+        """Begin a run, with the intent to upload."""
+
+    def append(self, run_id: str, fact: Fact, command: Command | None) -> None:
+        """Record a fact and the intent to perform the command that follows from it."""
+
+    def take_over(self, run_id: str) -> None:
+        """Become the owner of a run whose runner is gone."""
+
+    def record(self, run_id: str) -> RunRecord:
+        """Give a run as it was begun."""
+
+    def step(self, run_id: str) -> Step:
+        """Give where a run stands and what may be done next."""
+
+    def run_ids(self) -> list[str]:
+        """Give every run, oldest first."""
+
+    def driven(self, run_id: str) -> bool:
+        """Tell whether a live runner drives a run."""
+
+    def close(self) -> None:
+        """Let go."""
+
+
+class Vault(Protocol):
+    """Where evidence is kept. An `intake` that is handed back is one that the same vault gave."""
+
+    def keep_manifest(self, manifest: Manifest) -> str:
+        """Store a manifest; give its digest."""
+
+    def manifest(self, digest: str) -> Manifest:
+        """Give a stored manifest."""
+
+    def intake(self, run_id: str, baseline: Manifest) -> Intake:
+        """Open a delivery for a run whose check was given the tree `baseline`."""
+
+    def seal(self, intake: Any, manifest: Manifest) -> Receipt:
+        """Seal what was delivered, after proving that it is all there."""
+
+    def put_aside(self, intake: Any, manifest: Manifest | None) -> Receipt:
+        """Keep what was delivered of evidence that will not be scored."""
+
+    def evidence(self, receipt: Receipt, outcome: Outcome | None) -> Evidence:
+        """Give the evidence that a receipt was given for."""
+
+
+class Clock(Protocol):
+    """Time as the client sees it, and calls that it waits for."""
+
+    def now(self) -> float:
+        """Give seconds on a clock that never jumps."""
+
+    def call(
+        self, function: Callable[[], T], bound_s: float, cancellation: Cancellation | None = None
+    ) -> T:
+        """Call a function and give what it gives, unless that takes longer than `bound_s` seconds.
+
+        Raises:
+            BoundExceededError: it did not come back in time. It may be running still.
+            CancelledError: the cancellation came first. It may be running still.
+            AbruptEndError: the function raised something that is not an `Exception`.
+            Exception: whatever else the function raised.
+        """

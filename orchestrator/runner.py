@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from attrs import define, evolve, frozen
 
-from .bounded import BoundExceededError, Cancellation, CancelledError, bounded
+from .clock import BoundExceededError, Cancellation, CancelledError, SystemClock
 from .core.clocks import Bounds, latest_start_s
 from .core.errors import (
     EvidenceIncompleteError,
@@ -68,16 +68,17 @@ from .core.machine import (
 )
 from .core.spec import BACKSTOP_SLACK_S, EvalSpec
 from .core.verdict import Outcome, OutcomeKind
-from .journal import Journal, RunRecord
-from .ports import Backend, Ending, Order, Record, Sandbox, Slot
+from .journal import Journal
+from .ports import Backend, Ending, Order, Record, RunRecord, Sandbox, Slot
 from .result import RunResult
 from .scoring import ExpectationsMissingError, score
-from .vault import Vault, VaultIntake
+from .vault import Vault
 from .workspace import SpecWorkspace, WorkspaceError, missing_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+    from . import ports
     from .core.evidence import Receipt
 
 DOWNLOAD_ATTEMPTS: Final = 3
@@ -115,6 +116,10 @@ class Runner:
         *,
         bounds: Bounds | None = None,
         observer: Callable[[Progress], None] | None = None,
+        clock: ports.Clock | None = None,
+        journal: ports.Journal | None = None,
+        vault: ports.Vault | None = None,
+        new_run_id: Callable[[], str] | None = None,
     ) -> None:
         """Open, or make, the journal and vault of a state directory.
 
@@ -122,17 +127,23 @@ class Runner:
             evidence. bounds: how long to wait for each phase. observer: called on the run's own
             thread after every entry that is on disk; what it raises
                 stops the run as an interrupt would.
+            clock: in place of this machine's, for simulations, as all that follow.
+            journal: in place of the one in `state_dir`.
+            vault: in place of the one in `state_dir`.
+            new_run_id: in place of names that sort by time.
 
         Raises:
             JournalError: there is a journal that cannot be used; it is left as it is.
             VaultError: the vault cannot be made.
         """
         self.backend = backend
-        self.state_dir = Path(state_dir)
+        self.state_dir = Path(state_dir).absolute()
         self.bounds = bounds or Bounds()
-        self.journal = Journal(self.state_dir / "journal.db")
-        self.vault = Vault(self.state_dir / "vault")
+        self.journal: ports.Journal = journal or Journal(self.state_dir / "journal.db")
+        self.vault: ports.Vault = vault or Vault(self.state_dir / "vault")
+        self.clock: ports.Clock = clock or SystemClock()
         self._observer = observer or (lambda _: None)
+        self._new_run_id = new_run_id or time_sorted_run_id
 
     def __enter__(self) -> Self:
         """Give the runner."""
@@ -166,10 +177,9 @@ class Runner:
             SpecError: the spec cannot be honoured; nothing was started.
             StorageError: the run stopped, to be resumed: journal or vault cannot be written.
         """
-        spec = self._located(spec)
-        self.backend.refuse(spec)
+        spec = self.accept(spec)
         record, step = self.journal.begin(
-            new_run_id(),
+            self._new_run_id(),
             spec,
             backend=self.backend.name,
             isolation=self.backend.isolation,
@@ -260,6 +270,16 @@ class Runner:
         """
         return result_of(self.journal, self.vault, run_id)
 
+    def accept(self, spec: EvalSpec) -> EvalSpec:
+        """Give the spec as it would be run here, without starting anything.
+
+        Raises:
+            SpecError: it cannot be honoured here.
+        """
+        spec = self._located(spec)
+        self.backend.refuse(spec)
+        return spec
+
     def _located(self, spec: EvalSpec) -> EvalSpec:
         """Make the workspace absolute, so that a resumed run means the same one anywhere."""
         if spec.workspace is None:
@@ -270,18 +290,26 @@ class Runner:
         return evolve(spec, workspace=directory)
 
     def _drive(self, record: RunRecord, step: Step, cancellation: Cancellation | None) -> RunResult:
-        """The loop."""
-        hands = _Hands(self.backend, self.vault, self.bounds, record, cancellation)
+        """Drive a run to its end."""
+        *_, last = self.steps(record, step, cancellation)
+        return _result(self.vault, record, last.run)
+
+    def steps(
+        self, record: RunRecord, step: Step, cancellation: Cancellation | None = None
+    ) -> Iterator[Step]:
+        """The loop: give every step once its fact is on disk, before its command is performed."""
+        hands = _Hands(self, record, cancellation)
         self._observer(Progress(record, step.run, None, step.command))
+        yield step
         while step.command is not None:
             fact = hands.perform(step.run, step.command)
             step = advance(step.run, fact)
             self.journal.append(record.run_id, fact, step.command)
             self._observer(Progress(record, step.run, fact, step.command))
-        return _result(self.vault, record, step.run)
+            yield step
 
 
-def new_run_id() -> str:
+def time_sorted_run_id() -> str:
     """Make a name that sorts by time and names a sandbox anywhere (19 characters)."""
     digits = "0123456789abcdefghijklmnopqrstuvwxyz"
     moment, stamp = int(time.time() * 1000), ""
@@ -291,7 +319,7 @@ def new_run_id() -> str:
     return f"r{stamp}-{''.join(secrets.choice(digits) for _ in range(17 - len(stamp)))}"
 
 
-def result_of(journal: Journal, vault: Vault, run_id: str) -> RunResult:
+def result_of(journal: ports.Journal, vault: ports.Vault, run_id: str) -> RunResult:
     """Give what is known of a run from its journal and its evidence.
 
     Raises:
@@ -300,7 +328,7 @@ def result_of(journal: Journal, vault: Vault, run_id: str) -> RunResult:
     return _result(vault, journal.record(run_id), journal.step(run_id).run)
 
 
-def _result(vault: Vault, record: RunRecord, run: Run) -> RunResult:
+def _result(vault: ports.Vault, record: RunRecord, run: Run) -> RunResult:
     try:
         evidence = vault.evidence(run.receipt, run.outcome) if run.receipt else None
     except EvidenceIncompleteError:
@@ -328,11 +356,25 @@ def _result(vault: Vault, record: RunRecord, run: Run) -> RunResult:
 class _Hands:
     """Performs commands for one run, and says what came of them."""
 
-    backend: Backend
-    vault: Vault
-    bounds: Bounds
+    runner: Runner
     record: RunRecord
     cancellation: Cancellation | None
+
+    @property
+    def backend(self) -> Backend:
+        return self.runner.backend
+
+    @property
+    def vault(self) -> ports.Vault:
+        return self.runner.vault
+
+    @property
+    def bounds(self) -> Bounds:
+        return self.runner.bounds
+
+    @property
+    def clock(self) -> ports.Clock:
+        return self.runner.clock
 
     @property
     def spec(self) -> EvalSpec:
@@ -349,7 +391,7 @@ class _Hands:
             StorageError: this machine cannot keep what came; no fact follows.
             ExpectationsMissingError: the expectations are not all here; no fact follows.
         """
-        start = time.monotonic()
+        start = self.clock.now()
         match command:
             case Upload():
                 fact = self._upload()
@@ -366,23 +408,27 @@ class _Hands:
                 fact = CleanupFailed(fault=Fault(Phase.DESTROY, FaultKind.RETAINED, kept))
             case Score(evidence=sealed):
                 fact = self._score(run, sealed.receipt)
-        return evolve(fact, elapsed_s=time.monotonic() - start)
+        return evolve(fact, elapsed_s=self.clock.now() - start)
 
     # --- upload -----------------------------------------------------------------------------------
 
     def _upload(self) -> Fact:
         phase = Phase.UPLOAD
         try:
-            sandbox, sent = bounded(self._create_and_send, self.bounds.upload_s, self.cancellation)
+            sandbox, sent = self.clock.call(
+                self._create_and_send, self.bounds.upload_s, self.cancellation
+            )
             ref, setup_s = sandbox.ref, None
             if self.spec.setup is not None:
                 phase = Phase.SETUP
-                before = time.monotonic()
+                before = self.clock.now()
                 fault = self._set_up(sandbox)
-                setup_s = time.monotonic() - before
+                setup_s = self.clock.now() - before
                 if fault is not None:
                     return UploadFailed(fault=fault, sandbox=ref)
-                sent_after = bounded(sandbox.manifest, self.bounds.upload_s, self.cancellation)
+                sent_after = self.clock.call(
+                    sandbox.manifest, self.bounds.upload_s, self.cancellation
+                )
             else:
                 sent_after = sent
             return Uploaded(
@@ -398,7 +444,7 @@ class _Hands:
 
     def _create_and_send(self) -> tuple[Sandbox, Manifest]:
         """Create the sandbox, send the workspace, and prove that it arrived."""
-        workspace = SpecWorkspace(self.spec.workspace, self.spec.files)
+        workspace = SpecWorkspace(self.spec.workspace, self.spec.files, self.runner.state_dir)
         sent = workspace.manifest()
         sandbox = self.backend.create(self.run_id, self.spec)
         if sandbox.upload(workspace):
@@ -410,11 +456,11 @@ class _Hands:
         order = self._order("setup")
         bound_s = order.deadline_s + order.grace_s + order.latest_start_s
         try:
-            record = bounded(lambda: sandbox.execute(order), bound_s, self.cancellation)
+            record = self.clock.call(lambda: sandbox.execute(order), bound_s, self.cancellation)
         except (BoundExceededError, CancelledError) as error:
             fault = _fault(Phase.SETUP, error)
             try:
-                bounded(lambda: sandbox.settle(order), self.bounds.settle_s)
+                self.clock.call(lambda: sandbox.settle(order), self.bounds.settle_s)
             except Exception as unsettled:
                 return Fault(fault.phase, fault.kind, f"{fault.message}; not stopped: {unsettled}")
             return fault
@@ -427,7 +473,7 @@ class _Hands:
     def _left_behind(self) -> SandboxRef | None:
         """Say which sandbox a failed upload may have left: none only if that is certain."""
         try:
-            sandbox = bounded(lambda: self.backend.open(self.run_id), self.bounds.settle_s)
+            sandbox = self.clock.call(lambda: self.backend.open(self.run_id), self.bounds.settle_s)
         except Exception:
             return SandboxRef(self.run_id, "unknown")
         return sandbox.ref if sandbox is not None else None
@@ -437,7 +483,7 @@ class _Hands:
     def _check(self, run: Run) -> Fact:
         order = self._order("check")
         try:
-            record = bounded(
+            record = self.clock.call(
                 lambda: self._sandbox(run).execute(order), self.spec.backstop, self.cancellation
             )
             return self._concluded(record, Phase.CHECK)
@@ -454,7 +500,7 @@ class _Hands:
     def _settle(self, run: Run) -> Fact:
         order = self._order("check")
         try:
-            record = bounded(lambda: self._sandbox(run).settle(order), self.bounds.settle_s)
+            record = self.clock.call(lambda: self._sandbox(run).settle(order), self.bounds.settle_s)
             return self._concluded(record, Phase.SETTLE)
         except Exception as error:
             return CheckLost(fault=_fault(Phase.SETTLE, error))
@@ -526,14 +572,14 @@ class _Hands:
     def _download(self, run: Run, *, salvage: bool) -> Fact:
         """Bring the evidence here; what failed may be tried again within the bound."""
         baseline = self.vault.manifest(run.baseline) if run.baseline else Manifest({})
-        end = time.monotonic() + self.bounds.download_s
+        end = self.clock.now() + self.bounds.download_s
         faults: list[Fault] = []
         delivery = _Delivery(self.vault.intake(self.run_id, baseline))
         for _ in range(1 if salvage else DOWNLOAD_ATTEMPTS):
             delivery = _Delivery(self.vault.intake(self.run_id, baseline))
             try:
-                left_s = max(end - time.monotonic(), 0.01)
-                bounded(partial(self._fetch, run, delivery), left_s)
+                left_s = max(end - self.clock.now(), 0.01)
+                self.clock.call(partial(self._fetch, run, delivery), left_s)
                 manifest = delivery.manifest or Manifest({})
                 seal = self.vault.put_aside if salvage else self.vault.seal
                 return Downloaded(receipt=seal(delivery.intake, manifest), faults=tuple(faults))
@@ -566,7 +612,7 @@ class _Hands:
             return self.backend.open(self.run_id) is None
 
         try:
-            if bounded(destroy, self.bounds.destroy_s):
+            if self.clock.call(destroy, self.bounds.destroy_s):
                 return CleanedUp()
             fault = Fault(Phase.DESTROY, FaultKind.ERROR, "deleted, and still there")
         except Exception as error:
@@ -578,7 +624,7 @@ class _Hands:
             return score(self.spec, self.vault.evidence(receipt, run.outcome))
 
         try:
-            return bounded(evaluate, self.bounds.score_s)
+            return self.clock.call(evaluate, self.bounds.score_s)
         except ExpectationsMissingError:
             raise
         except Exception as error:
@@ -589,7 +635,7 @@ class _Hands:
 class _Delivery:
     """One attempt at a download: what was accounted for, and what arrived."""
 
-    intake: VaultIntake
+    intake: ports.Intake
     manifest: Manifest | None = None
 
 

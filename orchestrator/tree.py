@@ -67,13 +67,14 @@ def place(root: int, path: str) -> Iterator[tuple[int, str]]:
             os.close(held)
 
 
-def scan(root: str | Path, *, ours: bool = False) -> Manifest:
+def scan(root: str | Path, *, ours: bool = False, leave_out: str | None = None) -> Manifest:
     """Account for the tree below `root`: read every file, follow nothing.
 
     Args:
         root: directory; not itself an entry.
         ours: the tree is a copy that this library made, so that permissions which the check took
             from files and directories may be given back for as long as they are read.
+        leave_out: path below `root` that is not part of the tree.
 
     Raises:
         OSError: something cannot be read.
@@ -89,6 +90,8 @@ def scan(root: str | Path, *, ours: bool = False) -> Manifest:
                 for item in found:
                     info = item.stat(follow_symlinks=False)
                     name = prefix + item.name
+                    if name == leave_out:
+                        continue
                     entry = _entry(descriptor, item.name, name, info, ours=ours)
                     entries.append(entry)
                     if entry.kind is EntryKind.DIRECTORY:
@@ -103,14 +106,16 @@ def _directory(base: int, path: str, *, ours: bool) -> Iterator[int]:
         yield base
         return
     with place(base, path) as (parent, name):
-        mode = None
+        mode = descriptor = None
         try:
             descriptor = os.open(name, _DIRECTORY, dir_fd=parent)
             if ours and not os.access(".", os.R_OK | os.X_OK, dir_fd=descriptor):
-                raise PermissionError(errno.EACCES, "not readable", path)
+                os.close(descriptor)
+                descriptor = None
         except PermissionError:
             if not ours:
                 raise
+        if descriptor is None:
             mode = stat.S_IMODE(os.lstat(name, dir_fd=parent).st_mode)
             os.chmod(name, mode | 0o700, dir_fd=parent)
             descriptor = os.open(name, _DIRECTORY, dir_fd=parent)
@@ -246,20 +251,23 @@ def _make_file(parent: int, name: str, entry: Entry, stream: BinaryIO) -> None:
 
 
 def _copy(stream: BinaryIO, descriptor: int, size: int) -> None:
-    """Copy a file, by sharing its blocks where the file system can (`copy_file_range`)."""
-    try:
-        source = stream.fileno()
-        if os.fstat(source).st_blocks * 512 < size:
-            raise OSError(errno.ENOTSUP, "has holes, which the kernel would fill")
-        while size > 0:
-            copied = os.copy_file_range(source, descriptor, min(size, 1 << 30))
-            if copied == 0:
-                break
-            size -= copied
-    except (OSError, AttributeError):
+    if not _clone(stream, descriptor, size):
         stream.seek(0)
         os.lseek(descriptor, 0, os.SEEK_SET)
         write_sparse(stream, descriptor)
+
+
+def _clone(stream: BinaryIO, descriptor: int, size: int) -> bool:
+    """Copy within the kernel, which shares blocks where the file system can; False if it cannot."""
+    try:
+        source = stream.fileno()
+        if os.fstat(source).st_blocks * 512 < size:
+            return False  # it has holes, which the kernel would fill
+        while size > 0 and (copied := os.copy_file_range(source, descriptor, min(size, 1 << 30))):
+            size -= copied
+    except (OSError, AttributeError):
+        return False
+    return True
 
 
 def _finish(parent: int, name: str, entry: Entry) -> None:

@@ -525,8 +525,8 @@ def _storing(path: Path) -> Iterator[None]:
 
 def _storage_error(path: Path, error: OSError) -> VaultError:
     return VaultError(
-        f"evidence cannot be kept in {path}: {error.filename or path}: {error.strerror}; "
-        "nothing that was kept is lost and the sandbox is untouched: make room or mend it, then resume"
+        f"evidence cannot be kept in {path}: {error.filename or path}: {error.strerror}; nothing "
+        "that was kept is lost, the sandbox is untouched: make room or mend it, then resume"
     )
 
 

@@ -34,10 +34,12 @@ class SpecWorkspace:
     Attributes:
         directory: its directory, None for none.
         files: content by path, in place of what the directory has there.
+        leave_out: a directory that is not part of it, though it may lie below: the runner's own.
     """
 
     directory: str | None
     files: Mapping[str, bytes]
+    leave_out: Path | None = None
 
     @cached_property
     def _manifest(self) -> Manifest:
@@ -52,7 +54,7 @@ class SpecWorkspace:
         if self.directory is None:
             return Manifest({})
         try:
-            found = tree.scan(self.directory)
+            found = tree.scan(self.directory, leave_out=self._left_out(Path(self.directory)))
         except OSError as error:
             where = error.filename if isinstance(error.filename, str) else self.directory
             raise WorkspaceError(
@@ -65,6 +67,12 @@ class SpecWorkspace:
                     "which cannot be copied; remove it or leave it out of the workspace"
                 )
         return found
+
+    def _left_out(self, directory: Path) -> str | None:
+        if self.leave_out is None:
+            return None
+        inside, root = self.leave_out.resolve(), directory.resolve()
+        return str(inside.relative_to(root)) if inside.is_relative_to(root) else None
 
     def _lay(self, entries: dict[str, Entry], entry: Entry) -> None:
         """Put an inline entry in place; a directory that is there already stays as it is."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ..ports import Ending, Order, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 SUPERVISOR: Final = Path(__file__).with_name("supervisor.sh")
 SANE_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -205,18 +205,16 @@ collect() { # keep head and tail of stream $1, at least $keep bytes of each
 # --- the monitor -----------------------------------------------------------------------------------------
 
 monitor() { # after the deadline: TERM to all, grace, KILL to all
-    trap 'cancelled=yes' TERM
-    cancelled=
     self
     helpers="$helpers $self"
     sleep "$deadline_s" 2>/dev/null &
-    sleeper=$!
-    trap 'kill "$sleeper" 2>/dev/null; wait "$sleeper"; exit 0' TERM
-    [ -z "$cancelled" ] || kill -TERM "$self"
-    wait "$sleeper"
-    until past "$1"; do nap; done # where sleep knows no fractions, or the command ended it
+    [ ! -e "$record/decision" ] || kill "$!"
+    wait "$!"
+    until past "$1"; do # sleep knows no fractions here, or somebody ended it
+        [ ! -e "$record/decision" ] || exit 0
+        nap
+    done
     create decision deadline || exit 0
-    trap : TERM # from here on the supervisor waits for the monitor
     gather
     # shellcheck disable=SC2086
     [ -z "$tree" ] || kill -TERM $tree 2>/dev/null
@@ -286,16 +284,21 @@ run() {
 
     now
     elapsed=$((now - started))
-    ending=exited
-    if create decision ended; then
-        kill -TERM "$watch" 2>/dev/null
-    else
-        read -r ending <"$record/decision"
+    ending=ended
+    create decision ended || read -r ending <"$record/decision"
+    if [ "$ending" = ended ] || [ "$ending" = stopped ]; then
+        # The monitor looks for the decision once its sleep is there to be seen here: either it finds
+        # the one, or this finds the other. A signal to itself could come before it can take one.
+        children "$watch"
+        # shellcheck disable=SC2086
+        [ -z "${kin# }" ] || kill $kin 2>/dev/null
     fi
     wait "$watch"
-    if [ "$ending" = exited ] && [ "$status" -gt 128 ] && [ -s "$record/death" ]; then
+    if [ "$ending" = ended ] && [ "$status" -gt 128 ] && [ -s "$record/death" ]; then
         ending=signalled
         status=$((status - 128))
+    elif [ "$ending" = ended ]; then
+        ending=exited
     fi
     [ -e "$record/started" ] || ending=lost # the shell could not set the environment
     gather
@@ -309,16 +312,19 @@ run() {
     finish "$ending" "$status" "$elapsed" "$descendants" "$escalated" "$still" ""
 }
 
-drain() { # wait for the collectors; a writer that is none of ours does not keep us
-    {
-        sleep 2
-        # shellcheck disable=SC2086
-        kill $collectors
-    } 2>/dev/null &
-    guard=$!
+drain() { # wait for the collectors; a writer that is none of ours keeps us two seconds at most
+    now
+    limit=$((now + 200))
+    until [ -e "$record/stdout.size" ] && [ -e "$record/stderr.size" ]; do
+        if past "$limit"; then
+            # shellcheck disable=SC2086
+            kill -KILL $collectors 2>/dev/null
+            break
+        fi
+        sleep 0.002 2>/dev/null || sleep 1
+    done
     # shellcheck disable=SC2086
     wait $collectors
-    kill "$guard" 2>/dev/null
 }
 
 settle() {

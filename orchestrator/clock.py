@@ -1,4 +1,4 @@
-"""Calls that the client stops waiting for: at a bound, or when it is told to.
+"""The client's clock, and calls that it stops waiting for: at a bound, or when it is told to.
 
 Python cannot stop a thread. A call that does not come back is left behind on a daemon thread, and
 what it answers later is dropped; the run goes on with what is known, which is nothing.
@@ -7,6 +7,7 @@ what it answers later is dropped; the run goes on with what is known, which is n
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -60,7 +61,8 @@ class Cancellation:
         return self._cancelled
 
     @contextmanager
-    def _waking(self, wake: threading.Event) -> Iterator[None]:
+    def waking(self, wake: threading.Event) -> Iterator[None]:
+        """Set `wake` when it is told, for as long as the context lasts."""
         with self._lock:
             self._wakes.add(wake)
             if self._cancelled:
@@ -91,28 +93,28 @@ class _Call(Generic[T]):
         self.done.set()
 
 
-def bounded(
-    function: Callable[[], T], bound_s: float, cancellation: Cancellation | None = None
-) -> T:
-    """Call a function and give what it gives, unless that takes longer than `bound_s` seconds.
+class SystemClock:
+    """The clock of this machine. See `ports.Clock`."""
 
-    Raises:
-        BoundExceededError: it did not come back in time. It may be running still.
-        CancelledError: the cancellation came first. It may be running still.
-        AbruptEndError: the function raised something that is not an `Exception`.
-        Exception: whatever else the function raised.
-    """
-    call = _Call(function)
-    thread = threading.Thread(target=call.run, name="bounded call", daemon=True)
-    with (cancellation or Cancellation())._waking(call.done):  # noqa: SLF001 - one module, one noun
-        thread.start()
-        call.done.wait(bound_s)
-    if call.finished:
-        if call.error is not None and not isinstance(call.error, Exception):
-            raise AbruptEndError(f"{type(call.error).__name__}: {call.error}") from call.error
-        if call.error is not None:
-            raise call.error
-        return call.value  # type: ignore[return-value]  # it finished without an error
-    if cancellation is not None and cancellation.cancelled:
-        raise CancelledError("the client was told to stop waiting")
-    raise BoundExceededError(f"no answer within {bound_s:g} s")
+    def now(self) -> float:
+        """Give seconds on a clock that never jumps."""
+        return time.monotonic()
+
+    def call(
+        self, function: Callable[[], T], bound_s: float, cancellation: Cancellation | None = None
+    ) -> T:
+        """Call a function on a thread of its own, and wait for it."""
+        call = _Call(function)
+        thread = threading.Thread(target=call.run, name="bounded call", daemon=True)
+        with (cancellation or Cancellation()).waking(call.done):
+            thread.start()
+            call.done.wait(bound_s)
+        if call.finished:
+            if call.error is not None and not isinstance(call.error, Exception):
+                raise AbruptEndError(f"{type(call.error).__name__}: {call.error}") from call.error
+            if call.error is not None:
+                raise call.error
+            return call.value  # type: ignore[return-value]  # it finished without an error
+        if cancellation is not None and cancellation.cancelled:
+            raise CancelledError("the client was told to stop waiting")
+        raise BoundExceededError(f"no answer within {bound_s:g} s")

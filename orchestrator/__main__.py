@@ -1,0 +1,5 @@
+"""`python -m orchestrator`: the command line."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,322 @@
+"""The command line. It parses, calls the library, and prints; it decides nothing.
+
+Results go to standard output, everything else to standard error. Exit status of `run` and `resume`:
+0 every run passed, 1 some failed and none is unresolved, 3 some are unresolved or stopped, 2 bad
+usage or a bad spec (nothing was started), 130 interrupted (everything can be resumed).
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from contextlib import ExitStack
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from . import diagrams, ports
+from .backends.local import LocalBackend
+from .batch import Attempt, Stopped, resume_batch, run_batch
+from .core.errors import EvidenceIncompleteError, OrchestratorError, SpecError
+from .core.verdict import Tally, Verdict
+from .journal import Journal
+from .report import Display, details, printable, row
+from .runner import Runner, result_of
+from .specfile import load
+from .vault import Vault
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .ports import Backend
+    from .result import RunResult
+
+PASSED, FAILED, USAGE, UNRESOLVED, INTERRUPTED = 0, 1, 2, 3, 130
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Eval runs that cannot delete a sandbox before its evidence is safely on your disk.",
+)
+
+
+class BackendName(StrEnum):
+    """Backends that the command line knows."""
+
+    LOCAL = "local"
+
+
+class DiagramFormat(StrEnum):
+    """Formats that the lifecycle can be drawn in."""
+
+    MERMAID = "mermaid"
+    DOT = "dot"
+    SVG = "svg"
+
+
+StateDir = Annotated[
+    Path,
+    typer.Option(
+        "--state-dir",
+        envvar="ORCHESTRATOR_STATE_DIR",
+        help="Directory of the journal and the evidence.",
+    ),
+]
+Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at once.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a run, on standard output.")]
+BackendOption = Annotated[BackendName, typer.Option("--backend", help="Where sandboxes come from.")]
+STATE_DIR = Path(".orchestrator")
+
+
+@app.command()
+def run(
+    specs: Annotated[list[Path], typer.Argument(help="TOML files of evals.", metavar="SPEC")],
+    *,
+    backend: BackendOption = BackendName.LOCAL,
+    jobs: Jobs = 1,
+    attempts: Annotated[
+        int, typer.Option(min=1, help="Runs of each eval, while it is unresolved.")
+    ] = 1,
+    as_json: AsJson = False,
+    state_dir: StateDir = STATE_DIR,
+) -> None:
+    """Run evals to their verdicts."""
+    evals = [spec for file in specs for spec in load(file)]
+    with _Session(backend, state_dir, total=len(evals), as_json=as_json) as session:
+        accepted = [session.runner.accept(spec) for spec in evals]
+        session.finish(run_batch(session.runner, accepted, jobs=jobs, attempts=attempts))
+
+
+@app.command()
+def resume(
+    run_ids: Annotated[
+        list[str] | None,
+        typer.Argument(help="Runs; all unfinished if none.", metavar="RUN"),
+    ] = None,
+    *,
+    backend: BackendOption = BackendName.LOCAL,
+    jobs: Jobs = 1,
+    as_json: AsJson = False,
+    state_dir: StateDir = STATE_DIR,
+) -> None:
+    """Finish runs whose runner was interrupted or killed."""
+    _require(state_dir)
+    with _Session(backend, state_dir, as_json=as_json) as session:
+        journal = session.runner.journal
+        chosen = [_find(journal, text) for text in run_ids or []] or session.runner.unfinished()
+        session.display.total = len(chosen)
+        session.finish(resume_batch(session.runner, chosen, jobs=jobs))
+
+
+@app.command()
+def runs(*, as_json: AsJson = False, state_dir: StateDir = STATE_DIR) -> None:
+    """List all runs, oldest first."""
+    results = []
+    if (state_dir / "journal.db").exists():
+        with _opened(state_dir) as (journal, vault):
+            results = [result_of(journal, vault, run_id) for run_id in journal.run_ids()]
+    if as_json:
+        _print_json(result.as_json() for result in results)
+        return
+    table = Table("run", "name", "backend", "state", "verdict", "outcome", "sandbox", box=None)
+    for result in results:
+        table.add_row(*row(result))
+    _console().print(table if results else f"no runs in {state_dir}")
+
+
+@app.command()
+def show(
+    run_id: Annotated[str, typer.Argument(help="A run, or the start of its id.", metavar="RUN")],
+    *,
+    as_json: AsJson = False,
+    stream: Annotated[
+        str | None, typer.Option("--output", help="Write stdout or stderr of the check as it is.")
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Write the tree that the check left to a new directory.")
+    ] = None,
+    state_dir: StateDir = STATE_DIR,
+) -> None:
+    """Show all that is known of a run."""
+    _require(state_dir)
+    with _opened(state_dir) as (journal, vault):
+        chosen = _find(journal, run_id)
+        result = result_of(journal, vault, chosen)
+        entries = journal.entries(chosen)
+    if stream is not None or export is not None:
+        if result.evidence is None:
+            raise EvidenceIncompleteError(f"run {result.run_id} has no evidence")
+        if export is not None:
+            result.evidence.export(export)
+        if stream is not None:
+            _write_stream(result, stream)
+        return
+    if as_json:
+        _print_json([result.as_json()])
+        return
+    _console().print(details(result, entries))
+
+
+@app.command()
+def diagram(
+    *,
+    format_: Annotated[DiagramFormat, typer.Option("--format", "-f")] = DiagramFormat.MERMAID,
+    output: Annotated[Path | None, typer.Option(help="File to write, instead of printing.")] = None,
+    embed: Annotated[
+        Path | None,
+        typer.Option(help="Text file whose lifecycle block to update."),
+    ] = None,
+) -> None:
+    """Draw the lifecycle, from the table that is executed."""
+    if embed is not None:
+        embed.write_text(diagrams.embed(embed.read_text("utf-8")), "utf-8")
+        return
+    draw = {"mermaid": diagrams.mermaid, "dot": diagrams.dot, "svg": diagrams.svg}
+    text = draw[format_.value]()
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        output.write_text(text, "utf-8")
+
+
+def main() -> NoReturn:
+    """Run the command line, and exit with its status."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        status = app(standalone_mode=False)
+    except typer.Exit as done:
+        status = done.exit_code
+    except typer.Abort:
+        status = INTERRUPTED
+    except KeyboardInterrupt:
+        _errors().print("interrupted; `orchestrator resume` finishes what was begun")
+        status = INTERRUPTED
+    except (OrchestratorError, OSError) as error:
+        _errors().print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        status = USAGE
+    except Exception as error:
+        # What the parser of the command line found wrong is its own to show; the rest is a defect.
+        show_usage = getattr(error, "show", None)
+        if show_usage is None:
+            raise
+        show_usage()
+        status = getattr(error, "exit_code", USAGE)
+    sys.exit(status or 0)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+class _Session:
+    """A runner with a display, and the exit status that its results add up to."""
+
+    def __init__(
+        self, backend: BackendName, state_dir: Path, *, total: int = 0, as_json: bool
+    ) -> None:
+        self.as_json = as_json
+        self.display = Display(_errors(), total)
+        self._stack = ExitStack()
+        self.runner = Runner(_backend(backend), state_dir, observer=self.display.observe)
+        (state_dir / ".gitignore").write_text("*\n")
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(self.runner)
+        self._stack.enter_context(self.display)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def finish(self, attempts: Iterable[Attempt]) -> NoReturn:
+        """Show attempts as they end; exit with the status that they add up to.
+
+        Raises:
+            typer.Exit: always.
+        """
+        verdicts, stopped = [], 0
+        for attempt in attempts:
+            self.display.show(attempt)
+            if isinstance(attempt.outcome, Stopped):
+                stopped += 1
+                continue
+            if self.as_json:
+                _print_json([attempt.outcome.as_json()])
+            if attempt.last and attempt.outcome.verdict is not None:
+                verdicts.append(attempt.outcome.verdict)
+        self.display.close(Tally.of(verdicts), stopped)
+        raise typer.Exit(_status(verdicts, stopped))
+
+
+def _status(verdicts: list[Verdict], stopped: int) -> int:
+    if stopped or Verdict.UNRESOLVED in verdicts:
+        return UNRESOLVED
+    return FAILED if Verdict.FAILED in verdicts else PASSED
+
+
+def _backend(name: BackendName) -> Backend:
+    match name:
+        case BackendName.LOCAL:
+            return LocalBackend()
+
+
+def _require(state_dir: Path) -> None:
+    if not (state_dir / "journal.db").exists():
+        raise SpecError("--state-dir", f"there are no runs in {state_dir}", "a directory with runs")
+
+
+def _find(journal: ports.Journal, text: str) -> str:
+    """Give the run whose id is, or uniquely begins with, a text."""
+    known = journal.run_ids()
+    found = [text] if text in known else [name for name in known if name.startswith(text)]
+    if len(found) != 1:
+        problem = f"{len(found)} runs begin with it" if found else "there is no such run"
+        raise SpecError(f"RUN {text}", problem, "the id of a run (`orchestrator runs` lists them)")
+    return found[0]
+
+
+class _opened(ExitStack):  # noqa: N801 - reads as what it is, in a with statement
+    """The journal and vault of a state directory that exists."""
+
+    def __init__(self, state_dir: Path) -> None:
+        super().__init__()
+        self._state_dir = state_dir
+
+    def __enter__(self) -> tuple[Journal, Vault]:  # type: ignore[override]
+        journal = Journal(self._state_dir / "journal.db")
+        self.callback(journal.close)
+        return journal, Vault(self._state_dir / "vault")
+
+
+def _write_stream(result: RunResult, stream: str) -> None:
+    if stream not in {"stdout", "stderr"}:
+        raise SpecError("--output", f"got {stream!r}", "stdout or stderr")
+    output = result.evidence.output(stream) if result.evidence else None  # type: ignore[arg-type]
+    if output is None:
+        raise EvidenceIncompleteError(f"run {result.run_id}: {stream} never arrived")
+    sys.stdout.buffer.write(output.head + output.tail)
+    if output.truncated:
+        _errors().print(printable(f"{stream} is truncated: {output.total} bytes were written"))
+
+
+def _print_json(objects: Iterable[dict[str, Any]]) -> None:
+    for each in objects:
+        sys.stdout.write(json.dumps(each) + "\n")
+    sys.stdout.flush()
+
+
+def _console() -> Console:
+    plain = not sys.stdout.isatty()  # a table in a file is not cut to the width of a screen
+    return Console(highlight=False, width=10_000 if plain else None)
+
+
+def _errors() -> Console:
+    return Console(stderr=True, highlight=False)
