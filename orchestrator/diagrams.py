@@ -140,7 +140,7 @@ _INK: Final = {  # fill, line, text
     Group.LOST: ("#fdeedd", "#c2570c", "#7c2d12"),
 }
 _COLD: Final = "#dc2626"
-_WARM: Final = ("#6f9fe0", "#4a82d2", "#2f6cc4", "#1d4f9e", "#12346b")
+_WARM: Final = ("#5b8edb", "#437ccb", "#2f6cc4", "#1d4f9e", "#12346b")
 
 
 def _stroke(diagram: Diagram, edge: Edge) -> tuple[str, float]:
@@ -389,7 +389,7 @@ def _svg_legend(*, heated: bool) -> list[str]:
             f'<g class="key" transform="translate({x} 826)">{sign}'
             f'<text x="34" y="4" font-size="12">{words}</text></g>'
         )
-        x += 62 + 11 * len(words) // 2
+        x += 68 + 11 * len(words) // 2
     return lines
 
 

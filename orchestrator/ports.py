@@ -45,7 +45,8 @@ class Order:
         env: its whole environment, beside what the backend sees as sane.
         deadline_s: seconds from the start of its process.
         grace_s: seconds between SIGTERM and SIGKILL.
-        latest_start_s: seconds from dispatch after which it must not start.
+        start_by: moment on the client's clock after which it must not start, seconds.
+        now: the client's clock.
         output_bytes: of each stream to keep.
         nonce: known to the supervisor and the client only; a record without it is not the
             supervisor's.
@@ -56,9 +57,15 @@ class Order:
     env: Mapping[str, str]
     deadline_s: float
     grace_s: float
-    latest_start_s: float
+    start_by: float
+    now: Callable[[], float]
     output_bytes: int
     nonce: str
+
+    @property
+    def latest_start_s(self) -> float:
+        """Seconds from now after which it must not start; 0 where that has passed."""
+        return max(self.start_by - self.now(), 0.0)
 
 
 class Ending(StrEnum):

@@ -82,6 +82,10 @@ if TYPE_CHECKING:
     from .core.evidence import Receipt
 
 DOWNLOAD_ATTEMPTS: Final = 3
+UNSEEN: Final = "unseen"
+"""Identity of a sandbox that may exist, and that the client never saw."""
+PENDING: Final = "pending"
+"""Identity of one whose creation was given up on: whatever is destroyed, it may come afterwards."""
 
 T = TypeVar("T")
 
@@ -177,15 +181,19 @@ class Runner:
             SpecError: the spec cannot be honoured; nothing was started.
             StorageError: the run stopped, to be resumed: journal or vault cannot be written.
         """
+        record, step = self.begin(spec, retry_of=retry_of)
+        return self._drive(record, step, cancellation)
+
+    def begin(self, spec: EvalSpec, *, retry_of: str | None = None) -> tuple[RunRecord, Step]:
+        """Begin a run without performing anything; raises as `run` does."""
         spec = self.accept(spec)
-        record, step = self.journal.begin(
+        return self.journal.begin(
             self._new_run_id(),
             spec,
             backend=self.backend.name,
             isolation=self.backend.isolation,
             retry_of=retry_of,
         )
-        return self._drive(record, step, cancellation)
 
     async def arun(self, spec: EvalSpec, *, retry_of: str | None = None) -> RunResult:
         """Run a spec without blocking the event loop; raises as `run` does.
@@ -402,7 +410,7 @@ class _Hands:
             case Download(salvage=salvage):
                 fact = self._download(run, salvage=salvage)
             case Destroy(permit=permit):
-                fact = self._destroy(permit)
+                fact = self._destroy(run, permit)
             case Keep():
                 kept = "kept, as retain = 'unresolved' asks"
                 fact = CleanupFailed(fault=Fault(Phase.DESTROY, FaultKind.RETAINED, kept))
@@ -414,68 +422,75 @@ class _Hands:
 
     def _upload(self) -> Fact:
         phase = Phase.UPLOAD
+        created: list[Sandbox] = []
         try:
-            sandbox, sent = self.clock.call(
-                self._create_and_send, self.bounds.upload_s, self.cancellation
+            sent = self.clock.call(
+                lambda: self._create_and_send(created), self.bounds.upload_s, self.cancellation
             )
-            ref, setup_s = sandbox.ref, None
+            (sandbox,), baseline, setup_s = created, sent, None
             if self.spec.setup is not None:
-                phase = Phase.SETUP
-                before = self.clock.now()
-                fault = self._set_up(sandbox)
+                phase, before = Phase.SETUP, self.clock.now()
+                faults = self._set_up(sandbox)
                 setup_s = self.clock.now() - before
-                if fault is not None:
-                    return UploadFailed(fault=fault, sandbox=ref)
-                sent_after = self.clock.call(
+                if faults:
+                    return UploadFailed(
+                        fault=faults[0], faults=tuple(faults[1:]), sandbox=sandbox.ref
+                    )
+                baseline = self.clock.call(
                     sandbox.manifest, self.bounds.upload_s, self.cancellation
                 )
-            else:
-                sent_after = sent
             return Uploaded(
-                sandbox=ref,
+                sandbox=sandbox.ref,
                 workspace=self.vault.keep_manifest(sent),
-                baseline=self.vault.keep_manifest(sent_after),
+                baseline=self.vault.keep_manifest(baseline),
                 setup_s=setup_s,
             )
         except StorageError:
             raise
         except Exception as error:
-            return UploadFailed(fault=_fault(phase, error), sandbox=self._left_behind())
+            given_up = isinstance(error, BoundExceededError | CancelledError)
+            pending = given_up and not created
+            return UploadFailed(
+                fault=_fault(phase, error), sandbox=self._left_behind(pending=pending)
+            )
 
-    def _create_and_send(self) -> tuple[Sandbox, Manifest]:
+    def _create_and_send(self, created: list[Sandbox]) -> Manifest:
         """Create the sandbox, send the workspace, and prove that it arrived."""
         workspace = SpecWorkspace(self.spec.workspace, self.spec.files, self.runner.state_dir)
         sent = workspace.manifest()
         sandbox = self.backend.create(self.run_id, self.spec)
+        created.append(sandbox)
         if sandbox.upload(workspace):
             _same(sent, sandbox.manifest(), "the sandbox's workspace is not the one that was sent")
-        return sandbox, sent
+        return sent
 
-    def _set_up(self, sandbox: Sandbox) -> Fault | None:
-        """Run setup; give the fault if it did anything but exit with 0."""
+    def _set_up(self, sandbox: Sandbox) -> list[Fault]:
+        """Run setup; give the faults if it did anything but exit with 0."""
         order = self._order("setup")
-        bound_s = order.deadline_s + order.grace_s + order.latest_start_s
+        bound_s = order.deadline_s + order.grace_s + BACKSTOP_SLACK_S
         try:
             record = self.clock.call(lambda: sandbox.execute(order), bound_s, self.cancellation)
         except (BoundExceededError, CancelledError) as error:
-            fault = _fault(Phase.SETUP, error)
+            faults = [_fault(Phase.SETUP, error)]
             try:
                 self.clock.call(lambda: sandbox.settle(order), self.bounds.settle_s)
             except Exception as unsettled:
-                return Fault(fault.phase, fault.kind, f"{fault.message}; not stopped: {unsettled}")
-            return fault
+                faults.append(_fault(Phase.SETTLE, unsettled))
+            return faults
         if record.ending is Ending.EXITED and record.code == 0 and record.still:
-            return None
+            return []
         code = "" if record.code is None else f"({record.code})"
         text = f"setup ended: {record.ending}{code} {record.message}"
-        return Fault(Phase.SETUP, FaultKind.SETUP_FAILED, text)
+        return [Fault(Phase.SETUP, FaultKind.SETUP_FAILED, text)]
 
-    def _left_behind(self) -> SandboxRef | None:
+    def _left_behind(self, *, pending: bool) -> SandboxRef | None:
         """Say which sandbox a failed upload may have left: none only if that is certain."""
+        if pending:
+            return SandboxRef(self.run_id, PENDING)
         try:
             sandbox = self.clock.call(lambda: self.backend.open(self.run_id), self.bounds.settle_s)
         except Exception:
-            return SandboxRef(self.run_id, "unknown")
+            return SandboxRef(self.run_id, UNSEEN)
         return sandbox.ref if sandbox is not None else None
 
     # --- check ------------------------------------------------------------------------------------
@@ -495,9 +510,9 @@ class _Hands:
             settled = self._settle(run)
             if isinstance(settled, Checked):
                 return evolve(settled, faults=(fault,))
-            return CheckLost(fault=fault)
+            return CheckLost(fault=fault, faults=(settled.fault,))
 
-    def _settle(self, run: Run) -> Fact:
+    def _settle(self, run: Run) -> Checked | CheckLost:
         order = self._order("check")
         try:
             record = self.clock.call(lambda: self._sandbox(run).settle(order), self.bounds.settle_s)
@@ -505,7 +520,7 @@ class _Hands:
         except Exception as error:
             return CheckLost(fault=_fault(Phase.SETTLE, error))
 
-    def _concluded(self, record: Record, phase: Phase) -> Fact:
+    def _concluded(self, record: Record, phase: Phase) -> Checked | CheckLost:
         """Say what a record establishes: an outcome only if it is one and nothing runs any more."""
         if record.ending in _NO_OUTCOMES:
             text = record.message or f"the check was {record.ending.replace('_', ' ')}"
@@ -540,7 +555,8 @@ class _Hands:
             env=spec.env,
             deadline_s=deadline_s,
             grace_s=spec.grace_s,
-            latest_start_s=BACKSTOP_SLACK_S if slot == "setup" else slack_s,
+            start_by=self.clock.now() + (BACKSTOP_SLACK_S if slot == "setup" else slack_s),
+            now=self.clock.now,
             output_bytes=spec.limits.output_bytes,
             nonce=self.record.nonce,
         )
@@ -560,7 +576,8 @@ class _Hands:
             raise SandboxGoneError(f"run {self.run_id}: its sandbox is gone")
         if run.sandbox is not None and run.sandbox.identity not in {
             sandbox.ref.identity,
-            "unknown",
+            UNSEEN,
+            PENDING,
         }:
             raise SandboxGoneError(
                 f"run {self.run_id}: {sandbox.ref.sandbox_id} is not the sandbox that it created"
@@ -604,17 +621,20 @@ class _Hands:
 
     # --- destroy and score ------------------------------------------------------------------------
 
-    def _destroy(self, permit: CleanupPermit) -> Fact:
-        def destroy() -> bool:
+    def _destroy(self, run: Run, permit: CleanupPermit) -> Fact:
+        def destroy() -> str:
             sandbox = self.backend.open(self.run_id)
             if sandbox is not None:
                 sandbox.destroy(permit)
-            return self.backend.open(self.run_id) is None
+            if run.sandbox is not None and run.sandbox.identity == PENDING:
+                return "its creation was given up on, and may still come"
+            return "deleted, and still there" if self.backend.open(self.run_id) else ""
 
         try:
-            if self.clock.call(destroy, self.bounds.destroy_s):
+            problem = self.clock.call(destroy, self.bounds.destroy_s)
+            if not problem:
                 return CleanedUp()
-            fault = Fault(Phase.DESTROY, FaultKind.ERROR, "deleted, and still there")
+            fault = Fault(Phase.DESTROY, FaultKind.ERROR, problem)
         except Exception as error:
             fault = _fault(Phase.DESTROY, error)
         return CleanupFailed(fault=fault)

@@ -133,9 +133,16 @@ class Uploaded(Fact):
 
 @frozen(kw_only=True)
 class UploadFailed(Fact):
-    """The workspace did not arrive whole, or setup failed. The check was never started."""
+    """The workspace did not arrive whole, or setup failed. The check was never started.
+
+    Attributes:
+        fault: what went wrong.
+        faults: what was met beside that.
+        sandbox: the sandbox that may be there; None where there certainly is none.
+    """
 
     fault: Fault
+    faults: tuple[Fault, ...] = ()
     sandbox: SandboxRef | None = None
 
 
@@ -156,9 +163,10 @@ class ClientTimedOut(Fact):
 
 @frozen(kw_only=True)
 class CheckLost(Fact):
-    """How the check ended will never be known."""
+    """How the check ended will never be known. `faults`: what was met beside that."""
 
     fault: Fault
+    faults: tuple[Fault, ...] = ()
 
 
 @frozen(kw_only=True)

@@ -294,13 +294,15 @@ def _fold(run: Run, fact: Fact, state: str) -> Run:
             }
         case UploadFailed():
             changed["sandbox"] = fact.sandbox
-            faults = (fact.fault,)
+            faults = (fact.fault, *fact.faults)
         case Checked():
             late = run.state is State.CLIENT_TIMED_OUT
             changed["outcome"] = evolve(fact.outcome, settled_after_client_timeout=late)
             faults = fact.faults
-        case ClientTimedOut() | CheckLost() | CleanupFailed():
+        case ClientTimedOut() | CleanupFailed():
             faults = (fact.fault,)
+        case CheckLost():
+            faults = (fact.fault, *fact.faults)
         case Downloaded():
             changed["receipt"] = fact.receipt
             faults = fact.faults
