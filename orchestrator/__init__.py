@@ -22,15 +22,16 @@ from .core.errors import (
     StorageError,
 )
 from .core.evidence import Entry, Manifest, Output, Provenance
+from .core.expect import Expect, FileExpectation
 from .core.facts import Fault
 from .core.machine import Run, advance, begin, legal_facts, replay
-from .core.spec import EvalSpec, Expect, FileExpectation, Limits
+from .core.spec import EvalSpec, Limits
 from .core.states import State
 from .core.table import TABLE
 from .core.verdict import Outcome, Reason, Tally, Verdict
+from .evidence import Evidence
 from .result import RunResult
 from .runner import Progress, Runner
-from .vault import Evidence
 
 __all__ = [
     "TABLE",

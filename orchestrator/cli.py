@@ -27,7 +27,8 @@ from .core.errors import EvidenceIncompleteError, OrchestratorError, SpecError
 from .core.verdict import Tally, Verdict
 from .journal import Journal
 from .report import Display, details, printable, row
-from .runner import Runner, result_of
+from .result import result_of
+from .runner import Runner
 from .specfile import load
 from .vault import Vault
 
@@ -122,7 +123,7 @@ def runs(*, as_json: AsJson = False, state_dir: StateDir = STATE_DIR) -> None:
     results = []
     if (state_dir / "journal.db").exists():
         with _opened(state_dir) as (journal, vault):
-            results = [result_of(journal, vault, run_id) for run_id in journal.run_ids()]
+            results = [_look(journal, vault, run_id) for run_id in journal.run_ids()]
     if as_json:
         _print_json(result.as_json() for result in results)
         return
@@ -149,7 +150,7 @@ def show(
     _require(state_dir)
     with _opened(state_dir) as (journal, vault):
         chosen = _find(journal, run_id)
-        result = result_of(journal, vault, chosen)
+        result = _look(journal, vault, chosen)
         entries = journal.entries(chosen)
     if stream is not None or export is not None:
         if result.evidence is None:
@@ -294,6 +295,10 @@ class _opened(ExitStack):  # noqa: N801 - reads as what it is, in a with stateme
         journal = Journal(self._state_dir / "journal.db")
         self.callback(journal.close)
         return journal, Vault(self._state_dir / "vault")
+
+
+def _look(journal: Journal, vault: Vault, run_id: str) -> RunResult:
+    return result_of(vault, journal.record(run_id), journal.step(run_id).run)
 
 
 def _write_stream(result: RunResult, stream: str) -> None:

@@ -21,28 +21,23 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import cattrs
-from attrs import frozen, resolve_types
-from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
-from cattrs.preconf.json import make_converter
+from attrs import frozen
 
-from .core import evidence, facts, verdict
-from .core import spec as spec_module
+from .codec import FACTS, decode, encode
 from .core.errors import JournalConflictError, JournalError, OrchestratorError
-from .core.facts import Fact, Fault
 from .core.machine import Command, Step, begin, replay
-from .core.spec import EvalSpec, Expect
+from .core.spec import EvalSpec
 from .ports import RunRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cattrs.preconf.json import JsonConverter
+    from .core.facts import Fact
+
 
 APPLICATION_ID: Final = 0x6576616C  # "eval"
 SCHEMA_VERSION: Final = 1
@@ -73,7 +68,6 @@ CREATE TRIGGER entries_stay BEFORE DELETE ON entries BEGIN SELECT RAISE(ABORT, '
 CREATE TRIGGER runs_hold BEFORE UPDATE ON runs BEGIN SELECT RAISE(ABORT, 'append-only'); END;
 CREATE TRIGGER entries_hold BEFORE UPDATE ON entries BEGIN SELECT RAISE(ABORT, 'append-only'); END;
 """
-_FACTS: Final = {kind.__name__: kind for kind in Fact.__subclasses__()}
 _BUSY_S: Final = 60.0
 
 T = TypeVar("T")
@@ -169,7 +163,7 @@ class Journal:
                     spec.name,
                     backend,
                     isolation,
-                    _CONVERTER.dumps(spec),
+                    encode(spec),
                     spec.digest,
                     record.nonce,
                     retry_of,
@@ -203,7 +197,7 @@ class Journal:
             JournalError: it could not be written; neither is recorded.
         """
         with self._transaction(run_id):
-            payload = _CONVERTER.dumps(fact)
+            payload = encode(fact)
             self._add(run_id, "fact", type(fact).__name__, payload)
             self._add_intent(run_id, command)
 
@@ -339,9 +333,9 @@ class Journal:
     def _fact(self, kind: str, name: str, payload: str, run_id: str) -> Fact | None:
         if kind != "fact":
             return None
-        if name not in _FACTS:
+        if name not in FACTS:
             raise JournalError(f"journal {self.path}: run {run_id}: no fact is called {name!r}")
-        return self._structure(payload, _FACTS[name], run_id)
+        return self._structure(payload, FACTS[name], run_id)
 
     def step(self, run_id: str) -> Step:
         """Give where a run stands and what may be done next: the fold of its facts.
@@ -367,12 +361,9 @@ class Journal:
 
     def _structure(self, payload: str, kind: type[T], run_id: str) -> T:
         try:
-            return _CONVERTER.loads(payload, kind)
-        except Exception as error:
-            text = "; ".join(cattrs.transform_error(error)) or str(error)
-            raise JournalError(
-                f"journal {self.path}: run {run_id}: {kind.__name__}: {text}"
-            ) from error
+            return decode(payload, kind)
+        except ValueError as error:
+            raise JournalError(f"journal {self.path}: run {run_id}: {error}") from error
 
 
 def _create(path: Path) -> None:
@@ -430,44 +421,3 @@ def _connect(path: Path) -> sqlite3.Connection:
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
     return connection
-
-
-def _converter() -> JsonConverter:
-    """Make the converter between values and JSON."""
-    converter = make_converter(
-        forbid_extra_keys=True, unstruct_collection_overrides={Mapping: dict}
-    )
-    names = {**vars(facts), **vars(evidence), **vars(verdict), **vars(spec_module)}
-    for kind in (*_FACTS.values(), Fault, EvalSpec, Expect):
-        resolve_types(kind, globalns=names)
-    # A command is text or words: JSON's own two types tell them apart.
-    command = str | tuple[str, ...]
-    for union in (command, command | None):
-        converter.register_structure_hook(union, _structure_command)
-    # A journal holds no code: of a function, its name stays.
-    converter.register_unstructure_hook(
-        Expect,
-        make_dict_unstructure_fn(
-            Expect,
-            converter,
-            predicates=override(unstruct_hook=sorted),
-            _cattrs_omit_if_default=True,
-        ),
-    )
-    converter.register_structure_hook(
-        Expect,
-        make_dict_structure_fn(
-            Expect,
-            converter,
-            predicates=override(struct_hook=lambda value, _: dict.fromkeys(value)),
-            _cattrs_forbid_extra_keys=True,
-        ),
-    )
-    return converter
-
-
-def _structure_command(value: Any, _: object) -> str | tuple[str, ...] | None:
-    return tuple(value) if isinstance(value, list) else value
-
-
-_CONVERTER: Final = _converter()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .core.machine import CleanupPermit, Command, Step
     from .core.spec import EvalSpec
     from .core.verdict import Outcome
-    from .vault import Evidence
+    from .evidence import Evidence
 
 Slot = Literal["setup", "check"]
 Stream = Literal["stdout", "stderr"]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from .core.errors import EvidenceIncompleteError
 from .core.verdict import Outcome, Verdict
 
 if TYPE_CHECKING:
@@ -13,10 +14,11 @@ if TYPE_CHECKING:
 
     from .core.evidence import Receipt
     from .core.facts import Fault
+    from .core.machine import Run
     from .core.states import State
     from .core.verdict import ExpectationResult, Reason
-    from .ports import Stream
-    from .vault import Evidence
+    from .evidence import Evidence
+    from .ports import RunRecord, Stream, Vault
 
 
 @frozen(kw_only=True)
@@ -123,3 +125,28 @@ def _outcome(outcome: Outcome | None) -> dict[str, Any] | None:
         "descendants": outcome.descendants,
         "settled_after_client_timeout": outcome.settled_after_client_timeout,
     }
+
+
+def result_of(vault: Vault, record: RunRecord, run: Run) -> RunResult:
+    """Give what is known of a run, with what its vault has of its evidence."""
+    try:
+        evidence = vault.evidence(run.receipt, run.outcome) if run.receipt else None
+    except EvidenceIncompleteError:
+        evidence = None  # its receipt says what there was; what is left of it is not to be trusted
+    return RunResult(
+        run_id=run.run_id,
+        name=record.spec.name,
+        backend=record.backend,
+        isolation=record.isolation,
+        state=run.state,
+        verdict=run.verdict,
+        reason=run.reason,
+        outcome=run.outcome,
+        expectations=run.expectations,
+        evidence=evidence,
+        receipt=run.receipt,
+        faults=run.faults,
+        retained_sandbox=run.retained_sandbox,
+        timings=run.timings,
+        retry_of=record.retry_of,
+    )

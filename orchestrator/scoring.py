@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from .core.evidence import Output
-    from .core.spec import EvalSpec, Expect, FileExpectation, Predicate
-    from .vault import Evidence
+    from .core.expect import Expect, FileExpectation, Predicate
+    from .core.spec import EvalSpec
+    from .evidence import Evidence
 
     Answer = tuple[bool, str]
     Question = Callable[[], Answer]

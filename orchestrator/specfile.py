@@ -14,7 +14,8 @@ from typing import Any, Final
 from attrs import fields_dict
 
 from .core.errors import SpecError
-from .core.spec import EvalSpec, refuse_unknown
+from .core.expect import refuse_unknown
+from .core.spec import EvalSpec
 from .workspace import missing_directory
 
 _KNOWN: Final = tuple(fields_dict(EvalSpec))

@@ -19,7 +19,6 @@ from the workspace again.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -27,148 +26,29 @@ import shutil
 import stat
 import tempfile
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-from attrs import define, field, frozen
+from attrs import define, field
 
 from . import tree
 from .core.errors import EvidenceIncompleteError, VaultError
 from .core.evidence import (
     Changes,
     Entry,
-    EntryKind,
     Manifest,
     Output,
-    Provenance,
     Receipt,
-    provenance,
 )
+from .evidence import Evidence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
     from .core.verdict import Outcome
     from .ports import Stream
 
 RECORD_VERSION: Final = 1
-
-
-@frozen
-class Evidence:
-    """What a run left behind, as expectations see it. Read-only, and verified as it is read.
-
-    Attributes:
-        run_id: the run.
-        sealed: proven whole.
-        outcome: how the check ended; None where that is not known.
-        manifest: every entry of the tree as the check left it.
-        baseline: every entry of the tree that the check was given.
-        path: directory on disk with the record and the output.
-    """
-
-    run_id: str
-    sealed: bool
-    outcome: Outcome | None
-    manifest: Manifest = field(repr=False)
-    baseline: Manifest = field(repr=False)
-    path: Path
-    _outputs: Mapping[str, Output] = field(repr=False, alias="outputs")
-    _vault: Vault = field(repr=False, alias="vault")
-
-    def output(self, stream: Stream) -> Output | None:
-        """Give an output stream of the check; None if it never arrived, which sealed ones have."""
-        return self._outputs.get(stream)
-
-    @property
-    def stdout(self) -> Output:
-        """The check's standard output; compares with bytes.
-
-        Raises:
-            EvidenceIncompleteError: it never arrived.
-        """
-        return self._arrived("stdout")
-
-    @property
-    def stderr(self) -> Output:
-        """The check's standard error; raises as `stdout` does."""
-        return self._arrived("stderr")
-
-    def _arrived(self, stream: Stream) -> Output:
-        output = self.output(stream)
-        if output is None:
-            raise EvidenceIncompleteError(f"run {self.run_id}: {stream} never arrived")
-        return output
-
-    @property
-    def exit_code(self) -> int | None:
-        """Exit code of the check, None if it did not end by exiting."""
-        return self.outcome.exit_code if self.outcome else None
-
-    def entry(self, path: str) -> Entry | None:
-        """Give the entry at a path relative to the workspace, None if there is none.
-
-        Raises:
-            ValueError: the path leads out of the workspace.
-        """
-        pure = PurePosixPath(path)
-        if pure.is_absolute() or ".." in pure.parts or not pure.parts:
-            raise ValueError(f"{path!r}: expected a relative path without `..`")
-        return self.manifest.entries.get(str(pure))
-
-    def exists(self, path: str) -> bool:
-        """Tell whether there is an entry at a path. Symlinks are entries and are not followed."""
-        return self.entry(path) is not None
-
-    def read(self, path: str) -> bytes:
-        """Give the content of a file.
-
-        Raises: FileNotFoundError: there is no entry at the path, which is a fact about the
-            workspace. IsADirectoryError, OSError: what is there is no file.
-            EvidenceIncompleteError: the content is not here, which says nothing about the
-            workspace.
-        """
-        entry = self.entry(path)
-        if entry is None:
-            raise FileNotFoundError(errno.ENOENT, "not in the evidence", path)
-        if entry.kind is EntryKind.DIRECTORY:
-            raise IsADirectoryError(errno.EISDIR, "a directory", path)
-        if entry.sha256 is None:
-            raise OSError(errno.EINVAL, f"a {entry.kind}, not a file", path)
-        return self._vault.content(entry.sha256)
-
-    def text(self, path: str, encoding: str = "utf-8") -> str:
-        """Give the content of a file as text; raises as `read` does, and `UnicodeDecodeError`."""
-        return self.read(path).decode(encoding)
-
-    def provenance(self, path: str) -> Provenance | None:
-        """Tell whether the check left, modified, created or deleted an entry; None: never there."""
-        self.entry(path)
-        return provenance(str(PurePosixPath(path)), self.baseline, self.manifest)
-
-    def paths(self, kind: Provenance) -> list[str]:
-        """Give the paths of one provenance, sorted."""
-        paths = sorted(self.manifest.entries.keys() | self.baseline.entries.keys())
-        return [path for path in paths if self.provenance(path) is kind]
-
-    def export(self, destination: str | Path) -> None:
-        """Write the tree out to a new directory, as the check left it.
-
-        Sockets and devices are left out: they are in the manifest and cannot be made again.
-
-        Raises:
-            FileExistsError: there is something at the destination.
-            EvidenceIncompleteError: content is not here.
-        """
-        whole = Manifest(
-            {
-                entry.path: entry
-                for entry in self.manifest
-                if entry.kind not in {EntryKind.SOCKET, EntryKind.DEVICE}
-            }
-        )
-        Path(destination).mkdir(parents=True)
-        tree.build(destination, whole, lambda entry: self._vault.open(entry.sha256 or ""))
 
 
 @define(eq=False)

@@ -11,19 +11,12 @@ settings (`.git`, `pyproject.toml`, `node_modules`) in the directories above it.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import select
-import socket
 import stat
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
@@ -31,6 +24,7 @@ from .. import guest, tree
 from ..core.errors import EvidenceIncompleteError, PermitError, SandboxGoneError, SpecError
 from ..core.evidence import Entry, Manifest
 from ..core.facts import SandboxRef
+from ..guest.processes import Launcher, read_claim, wait
 from ..ports import Ending, Intake, Order, Record, Slot, Workspace
 
 if TYPE_CHECKING:
@@ -38,9 +32,6 @@ if TYPE_CHECKING:
 
     from ..core.machine import CleanupPermit
     from ..core.spec import EvalSpec
-
-LAUNCHER: Final = Path(guest.__file__).with_name("launcher.py")
-_POLL_S: Final = 0.02
 
 
 class LocalBackend:
@@ -64,7 +55,7 @@ class LocalBackend:
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.root = self.root.resolve()
         self.shell = shell
-        self._launcher = _Launcher()
+        self._launcher = Launcher()
 
     def refuse(self, spec: EvalSpec) -> None:
         """Refuse limits: nothing here could enforce them.
@@ -116,7 +107,7 @@ class LocalSandbox:
     ref: SandboxRef
     home: Path
     shell: str
-    _launcher: _Launcher = field(alias="launcher")
+    _launcher: Launcher = field(alias="launcher")
 
     @property
     def workspace(self) -> Path:
@@ -155,10 +146,10 @@ class LocalSandbox:
         if not (record / "claim").exists():
             self._write_request(record, order)
             started = self._launch("run", record)
-            _wait(started)
+            wait(started)
         done = self._finished(record, order)
-        if done is None and (claim := _claim(record)) is not None and claim.pid != started:
-            _wait(claim.pid, claim.born)
+        if done is None and (claim := read_claim(record)) is not None and claim.pid != started:
+            wait(claim.pid, claim.born)
             done = self._finished(record, order)
         return done or self._lost(ours=started is not None)
 
@@ -170,7 +161,7 @@ class LocalSandbox:
         done = self._finished(record, order)
         if done is None:
             self._write_request(record, order)
-            _wait(self._launch("settle", record))
+            wait(self._launch("settle", record))
             done = self._finished(record, order)
         return done or self._lost(ours=True)
 
@@ -197,7 +188,7 @@ class LocalSandbox:
                 f"of run {permit.run_id}"
             )
         for record in sorted((self.home / "records").glob("*")):
-            claim = _claim(record)
+            claim = read_claim(record)
             if claim is not None and not (record / "ended").exists() and claim.alive():
                 raise SandboxGoneError(f"{record}: its command is still running")
         tree.remove(self.home)
@@ -262,72 +253,6 @@ class LocalSandbox:
         return guest.lost("its supervisor ended without a record", still=still)
 
 
-@define
-class _Claim:
-    """Which process claimed an order: its pid, and its start time in clock ticks since boot."""
-
-    pid: int
-    born: str
-
-    def alive(self) -> bool:
-        """Tell whether that very process is still there."""
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return False
-        return _born(self.pid) == self.born
-
-
-def _claim(record: Path) -> _Claim | None:
-    """Read who claimed the order in `record`; None if nobody did, or settle did."""
-    try:
-        words = (record / "claim").read_text("ascii").split()
-    except (FileNotFoundError, UnicodeDecodeError):
-        return None
-    return _Claim(int(words[0]), words[1]) if len(words) == 2 and words[0].isdigit() else None  # noqa: PLR2004
-
-
-def _born(pid: int) -> str:
-    """Give a process's start time as the guest writes it; "0" where the system does not tell."""
-    if not Path("/proc/self/stat").exists():
-        return "0"
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()[19].decode()
-    except (OSError, IndexError):
-        return ""
-
-
-def _wait(pid: int, born: str | None = None) -> None:
-    """Wait for the end of a process, whose child it need not be."""
-    if born is not None and not _Claim(pid, born).alive():
-        return
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    except (AttributeError, OSError):
-        while _born(pid) not in {"", "0"} or _exists(pid):
-            time.sleep(_POLL_S)
-        return
-    try:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        if born is None or _born(pid) == born:
-            poll.poll()
-    finally:
-        os.close(descriptor)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def _keep(record: Path) -> int:
     try:
         return int((record / "keep").read_text())
@@ -368,75 +293,6 @@ def _first_of_last(parts: list[Path], sizes: list[int], size: int) -> Iterator[b
                 while chunk := file.read(tree.CHUNK):
                     yield chunk
         skip -= length
-
-
-class _Launcher:
-    """The helper process that forks supervisors (`guest/launcher.py`), started when needed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stream: Any = None
-
-    def warm(self) -> None:
-        """Start the process, without waiting for it to be ready."""
-        with self._lock:
-            self._ensure()
-
-    def _ensure(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            return
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(LAUNCHER)],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                start_new_session=True,
-            )
-        with ours:
-            self._stream = ours.makefile("rwb")
-
-    def start(self, argv: list[str], env: dict[str, str], cwd: str) -> int:
-        """Start a supervisor; give its pid.
-
-        Raises:
-            OSError: it could not be started.
-        """
-        return int(self._ask({"argv": argv, "env": env, "cwd": cwd})["pid"])
-
-    def purge(self) -> bool:
-        """Kill what supervisors that were killed left behind; tell whether all is gone."""
-        return bool(self._ask({"purge": True})["still"])
-
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        with self._lock:
-            self._ensure()
-            try:
-                self._stream.write(json.dumps(question).encode() + b"\n")
-                self._stream.flush()
-                answer: dict[str, Any] = json.loads(self._stream.readline() or b"{}")
-            except (OSError, ValueError) as error:
-                raise OSError(f"the launcher of supervisors ended: {error}") from error
-        if not answer or "error" in answer:
-            raise OSError(answer.get("error", "the launcher of supervisors ended"))
-        return answer
-
-    def close(self) -> None:
-        """End the process."""
-        with self._lock:
-            if self._process is not None:
-                with contextlib.suppress(OSError):
-                    self._stream.close()
-                self._process.wait()
-                self._process = None
-
-    def __del__(self) -> None:
-        """Do not leave the process behind with the object."""
-        with contextlib.suppress(Exception):
-            self.close()
 
 
 def _identity(home: Path) -> str:

@@ -281,7 +281,7 @@ def _check_receipt(run: Run, fact: Downloaded | DownloadFailed) -> None:
         raise _illegal(run, name, f"its receipt says sealed={receipt.sealed}")
 
 
-def _fold(run: Run, fact: Fact, state: str) -> Run:
+def _fold(run: Run, fact: Fact, state: str) -> Run:  # noqa: C901 - a case for each fact
     """Give the run with the fact taken in."""
     changed: dict[str, Any] = {"state": State(state)}
     faults: tuple[Fault, ...] = ()

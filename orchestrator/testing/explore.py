@@ -23,8 +23,9 @@ from ..core.states import State
 from ..core.table import edges, violations
 from ..core.verdict import OutcomeKind, Verdict
 from ..ports import Ending
+from .backend import Program
 from .faults import CONTRACT, Injection, Way
-from .simulate import BOUNDS, Program, Scenario, World
+from .simulate import BOUNDS, Scenario, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -337,7 +338,8 @@ def _path(world: World, run: Run) -> str:
 
 def _once(world: World, run: Run) -> str:
     mine = [(slot, sandbox) for run_id, slot, sandbox in world.starts if run_id == run.run_id]
-    # A runner that died with a sandbox that had vanished sets up another one. It never checks twice.
+    # A runner that died with a sandbox that had vanished sets up another one. It never checks
+    # twice.
     times = Counter(("check", "any sandbox") if slot == "check" else (slot, s) for slot, s in mine)
     return "".join(f"its {slot} was started {n} times" for (slot, _), n in times.items() if n > 1)
 

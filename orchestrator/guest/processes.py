@@ -1,0 +1,155 @@
+"""Supervisors as processes of this machine: starting them, finding them again, waiting for them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from attrs import define
+
+LAUNCHER: Final = Path(__file__).with_name("launcher.py")
+_POLL_S: Final = 0.02
+
+
+@define
+class Claim:
+    """Which process claimed an order: its pid, and its start time in clock ticks since boot."""
+
+    pid: int
+    born: str
+
+    def alive(self) -> bool:
+        """Tell whether that very process is still there."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return False
+        return _born(self.pid) == self.born
+
+
+def read_claim(record: Path) -> Claim | None:
+    """Read who claimed the order in `record`; None if nobody did, or settle did."""
+    try:
+        words = (record / "claim").read_text("ascii").split()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+    return Claim(int(words[0]), words[1]) if len(words) == 2 and words[0].isdigit() else None  # noqa: PLR2004
+
+
+def _born(pid: int) -> str:
+    """Give a process's start time as the guest writes it; "0" where the system does not tell."""
+    if not Path("/proc/self/stat").exists():
+        return "0"
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()[19].decode()
+    except (OSError, IndexError):
+        return ""
+
+
+def wait(pid: int, born: str | None = None) -> None:
+    """Wait for the end of a process, whose child it need not be."""
+    if born is not None and not Claim(pid, born).alive():
+        return
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except (AttributeError, OSError):
+        while _born(pid) not in {"", "0"} or _exists(pid):
+            time.sleep(_POLL_S)
+        return
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if born is None or _born(pid) == born:
+            poll.poll()
+    finally:
+        os.close(descriptor)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+class Launcher:
+    """The helper process that forks supervisors (`guest/launcher.py`), started when needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stream: Any = None
+
+    def warm(self) -> None:
+        """Start the process, without waiting for it to be ready."""
+        with self._lock:
+            self._ensure()
+
+    def _ensure(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(LAUNCHER)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+        with ours:
+            self._stream = ours.makefile("rwb")
+
+    def start(self, argv: list[str], env: dict[str, str], cwd: str) -> int:
+        """Start a supervisor; give its pid.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        return int(self._ask({"argv": argv, "env": env, "cwd": cwd})["pid"])
+
+    def purge(self) -> bool:
+        """Kill what supervisors that were killed left behind; tell whether all is gone."""
+        return bool(self._ask({"purge": True})["still"])
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            self._ensure()
+            try:
+                self._stream.write(json.dumps(question).encode() + b"\n")
+                self._stream.flush()
+                answer: dict[str, Any] = json.loads(self._stream.readline() or b"{}")
+            except (OSError, ValueError) as error:
+                raise OSError(f"the launcher of supervisors ended: {error}") from error
+        if not answer or "error" in answer:
+            raise OSError(answer.get("error", "the launcher of supervisors ended"))
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            if self._process is not None:
+                with contextlib.suppress(OSError):
+                    self._stream.close()
+                self._process.wait()
+                self._process = None
+
+    def __del__(self) -> None:
+        """Do not leave the process behind with the object."""
+        with contextlib.suppress(Exception):
+            self.close()
