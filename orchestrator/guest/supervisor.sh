@@ -166,20 +166,20 @@ kill_all() { # kill every descendant of $root; $still says whether none is left 
 # --- output --------------------------------------------------------------------------------------------
 
 pour() { # append up to 512 reads to file $1; $moved bytes; fails at the end of the stream
-    dd bs=65536 count=512 <&3 >>"$1" 2>"$record/$stream.count" || {
+    LC_ALL=C dd bs=65536 count=512 <&3 >>"$1" 2>"$record/$stream.count" || {
         echo "dd: $(cat "$record/$stream.count")" >"$record/$stream.lost"
         exec cat <&3 >/dev/null # the command goes on as if its output were kept
     }
-    {
-        IFS=+ read -r full partial
-        read -r _
-        IFS=' ' read -r moved word _
-    } <"$record/$stream.count"
-    case $word in
-    byte*) ;;
-    *) moved=$(($(wc -c <"$1") - kept)) ;; # POSIX asks dd for the first two lines only
-    esac
-    [ $((full + ${partial%% *})) -eq 512 ]
+    records=0+0
+    moved=
+    while IFS=' ' read -r number word rest; do
+        case "$word $rest" in
+        'records in') records=$number ;;
+        byte*) moved=$number ;; # a third line, which POSIX does not ask for; others are warnings
+        esac
+    done <"$record/$stream.count"
+    [ -n "$moved" ] || moved=$(($(wc -c <"$1") - kept))
+    [ $((${records%+*} + ${records#*+})) -eq 512 ] # whole ones and short ones
 }
 
 collect() { # keep head and tail of stream $1, at least $keep bytes of each

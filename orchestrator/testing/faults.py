@@ -120,7 +120,7 @@ CONTRACT: Final[Mapping[str, tuple[Way, ...]]] = {
     ),
     "settle": (*_CALL, Way.TWICE, Way.NO_ANSWER, Way.VANISHED, Way.REPLACED),
     "fetch": (*_CALL, *_TRANSFER, Way.REORDERED, Way.TWICE, Way.VANISHED, Way.REPLACED),
-    "destroy": (*_CALL, Way.TWICE, Way.NO_ANSWER, Way.VANISHED),
+    "destroy": (*_CALL, Way.TWICE, Way.VANISHED),
     "journal": (Way.CRASH_BEFORE, Way.CRASH_AFTER, Way.DISK_FULL),
     "vault": (Way.DISK_FULL,),
 }
