@@ -195,10 +195,7 @@ def main() -> NoReturn:
         status = app(standalone_mode=False)
     except typer.Exit as done:
         status = done.exit_code
-    except typer.Abort:
-        status = INTERRUPTED
-    except KeyboardInterrupt:
-        _errors().print("interrupted; `orchestrator resume` finishes what was begun")
+    except (typer.Abort, KeyboardInterrupt):
         status = INTERRUPTED
     except (OrchestratorError, OSError) as error:
         _errors().print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
@@ -210,6 +207,8 @@ def main() -> NoReturn:
             raise
         show_usage()
         status = getattr(error, "exit_code", USAGE)
+    if status == INTERRUPTED:
+        _errors().print("interrupted; `orchestrator resume` finishes what was begun")
     sys.exit(status or 0)
 
 
@@ -289,7 +288,7 @@ class _opened(ExitStack):  # noqa: N801 - reads as what it is, in a with stateme
 
     def __init__(self, state_dir: Path) -> None:
         super().__init__()
-        self._state_dir = state_dir
+        self._state_dir = state_dir.absolute()
 
     def __enter__(self) -> tuple[Journal, Vault]:  # type: ignore[override]
         journal = Journal(self._state_dir / "journal.db")

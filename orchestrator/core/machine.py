@@ -113,7 +113,7 @@ class Run:
         if self.receipt is not None and self.receipt.sealed:
             overcome.add(Phase.DOWNLOAD)
         causes = (_reason(fault) for fault in self.faults if fault.phase not in overcome)
-        return next(reason for reason in causes if reason)
+        return next((reason for reason in causes if reason), Reason.UNKNOWN)
 
     @property
     def retained_sandbox(self) -> str | None:

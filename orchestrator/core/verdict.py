@@ -101,6 +101,7 @@ class Reason(StrEnum):
     DOWNLOAD_FAILED = "download_failed"
     SCORER_ERROR = "scorer_error"
     OUTPUT_TRUNCATED = "output_truncated"
+    UNKNOWN = "unknown"
 
 
 @frozen

@@ -37,6 +37,7 @@ class Program:
     """What a simulated check does.
 
     Attributes:
+        needs: content that it looks for when it starts; without it, it exits with 66 at once.
         duration_s: seconds that it runs, if it is let.
         ending: how it ends then.
         code: with which exit code or signal.
@@ -46,6 +47,7 @@ class Program:
         ignores_term: it runs on after SIGTERM.
     """
 
+    needs: Mapping[str, bytes] = field(factory=dict)
     duration_s: float = 1.0
     ending: Ending = Ending.EXITED
     code: int = 0
@@ -123,6 +125,8 @@ class SimulatedSandbox:
     def _start(self, order: Order, latest: float) -> None:
         """Claim the order, and start its program unless it is too late."""
         program = self.world.program(order.slot)
+        if any(self.tree.get(path) != data for path, data in program.needs.items()):
+            program = Program(duration_s=0.0, code=66)
         command = self.commands[order.slot] = _Command(order, program)
         if self.world.clock.time + self.clock_jump_s > latest:
             command.ended = Record(ending=Ending.NOT_STARTED, message="dispatched too late")

@@ -19,7 +19,7 @@ class Crash(BaseException):
     """The runner is killed here. Not an `Exception`: nothing of it may catch it."""
 
 
-class _Hang(BaseException):
+class Hang(BaseException):
     """A call does not come back while somebody waits for it."""
 
 
@@ -53,14 +53,14 @@ class SimulatedClock:
         """Let time pass inside a call; the caller stops waiting at its bound."""
         moment = self.time + seconds
         if self._bounds and moment > min(self._bounds):
-            raise _Hang
+            raise Hang
         self.advance(moment)
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait inside a call until something is so, or the caller stops waiting."""
         while not condition():
             if not self._events or (self._bounds and self._events[0][0] > min(self._bounds)):
-                raise _Hang
+                raise Hang
             self.advance(self._events[0][0])
 
     def call(
@@ -76,7 +76,7 @@ class SimulatedClock:
         self._bounds.append(bound)
         try:
             return function()
-        except _Hang:
+        except Hang:
             self.advance(bound)
             raise BoundExceededError(f"no answer within {bound_s:g} s") from None
         except (Exception, Crash):
@@ -90,17 +90,17 @@ class SimulatedClock:
 
     def hang(self) -> None:
         """Never come back."""
-        raise _Hang
+        raise Hang
 
     def later(self, act: Callable[[], object]) -> None:
         """Act a second after the client has given up."""
 
         def event() -> None:
-            with suppress(Exception, _Hang):  # nobody waits for it any more
+            with suppress(Exception, Hang):  # nobody waits for it any more
                 act()
 
         self.at((min(self._bounds) if self._bounds else self.time) + 1.0, event)
-        raise _Hang
+        raise Hang
 
     def pause(self) -> None:
         """Take half of what is left until the bound."""

@@ -24,8 +24,9 @@ from ..core.table import edges, violations
 from ..core.verdict import OutcomeKind, Verdict
 from ..ports import Ending
 from .backend import Program
+from .clock import Hang
 from .faults import CONTRACT, Injection, Way
-from .simulate import BOUNDS, Scenario, World
+from .simulate import BOUNDS, FILES, Scenario, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -39,21 +40,28 @@ def _raises(_: object) -> bool:
 
 
 SCENARIOS: Final = (
-    Scenario(name="passes", program=Program(writes={"output": b"done"}, stdout=b"done")),
+    Scenario(
+        name="passes",
+        program=Program(needs=FILES, writes={"output": b"done"}, stdout=b"done"),
+    ),
     Scenario(
         name="fails",
-        program=Program(code=124, writes={"input": b"changed", "other": None, "junk": b"left"}),
+        program=Program(
+            needs=FILES, code=124, writes={"input": b"changed", "other": None, "junk": b"left"}
+        ),
         expected=Verdict.FAILED,
     ),
     Scenario(
         name="overruns",
-        program=Program(duration_s=60.0, halfway={"output": b"half"}, ignores_term=True),
+        program=Program(
+            needs=FILES, duration_s=60.0, halfway={"output": b"half"}, ignores_term=True
+        ),
         spec={"expect": {"timed_out": True, "files": [{"path": "output", "exists": False}]}},
     ),
     Scenario(
         name="sets up",
-        setup=Program(writes={"prepared": b"by setup"}),
-        program=Program(writes={"output": b"done"}),
+        setup=Program(needs=FILES, writes={"prepared": b"by setup"}),
+        program=Program(needs={**FILES, "prepared": b"by setup"}, writes={"output": b"done"}),
         spec={
             "retain": "unresolved",
             "expect": {
@@ -174,7 +182,7 @@ def tell(scenario: Scenario, plan: Iterable[Injection] = ()) -> World:
     world = World(scenario, plan)
     try:
         world.play()
-    except Exception as error:  # noqa: BLE001 - a defect of the runner is what is looked for
+    except (Exception, Hang) as error:  # noqa: BLE001 - a defect of the runner is looked for
         world.problem("P4 every run comes to an end", f"{type(error).__name__}: {error}")
     check(world)
     return world
@@ -184,7 +192,7 @@ def explore(
     scenarios: Iterable[Scenario] = SCENARIOS,
     *,
     faults: int = 2,
-    stop_at_first: bool = False,
+    until: str | None = None,
     seen: Callable[[World], None] | None = None,
 ) -> Report:
     """Tell every story with up to `faults` faults, fewest first.
@@ -192,7 +200,7 @@ def explore(
     Args:
         scenarios: what to run.
         faults: 0, 1 or 2 (or more, for who has the time).
-        stop_at_first: end with the first story that breaks a property.
+        until: end with the first story that breaks a property whose name begins so.
         seen: called with every world after its story.
     """
     report = Report()
@@ -203,7 +211,9 @@ def explore(
     for depth in range(faults + 1):
         following = []
         for scenario, plan in frontier:
-            if stop_at_first and report.counter_examples:
+            if until is not None and any(
+                broken.startswith(until) for broken in report.counter_examples
+            ):
                 return report
             world = tell(scenario, plan)
             _take(report, world, plan)

@@ -72,7 +72,7 @@ class Scenario:
                 "name": self.name,
                 "check": "check",
                 "setup": "setup" if self.setup else None,
-                "files": _FILES,
+                "files": FILES,
                 "deadline_s": 10.0,
                 "grace_s": 2.0,
                 "backstop_s": 20.0,
@@ -81,7 +81,8 @@ class Scenario:
         )
 
 
-_FILES: Final = {"input": b"a workspace with an input", "other": b"and another"}
+FILES: Final = {"input": b"a workspace with an input", "other": b"and another"}
+"""The workspace of every scenario."""
 
 
 class World:

@@ -1,0 +1,294 @@
+"""The command line as its users meet it: as a process, by what it prints and how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PASSES = '[[eval]]\nname = "passes"\ncheck = "echo hi"\n[eval.expect]\nstdout_equals = "hi\\n"\n'
+FAILS = '[[eval]]\nname = "fails"\ncheck = "exit 7"\n'
+UNRESOLVED = '[[eval]]\nname = "unresolved"\nsetup = "exit 1"\ncheck = "true"\n'
+KEYS = [
+    "run_id",
+    "name",
+    "backend",
+    "verdict",
+    "reason",
+    "outcome",
+    "expectations",
+    "evidence",
+    "stdout",
+    "stderr",
+    "faults",
+    "retained_sandbox",
+    "timings",
+]
+
+
+@pytest.fixture
+def cli(tmp_path):
+    """Run the command line in a directory of its own; give what it printed and its status."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "COLUMNS": "200"}
+    (tmp_path / "tmp").mkdir()
+
+    def run(*arguments: str, status: int | None = None) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "orchestrator", *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert status is None or done.returncode == status, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
+        return done
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("specs", "status"),
+    [
+        (PASSES, 0),
+        (PASSES + FAILS, 1),
+        (PASSES + FAILS + UNRESOLVED, 3),
+        (PASSES + UNRESOLVED, 3),
+    ],
+    ids=["all passed", "some failed", "some failed and some unresolved", "some unresolved"],
+)
+def test_the_exit_status_of_run_tells_the_verdicts(cli, tmp_path, specs, status):
+    (tmp_path / "a.toml").write_text(specs)
+    done = cli("run", "a.toml", status=status)
+    assert "passed" in done.stderr
+    assert done.stdout == ""
+
+
+def test_json_is_one_object_a_run_with_the_promised_keys(cli, tmp_path):
+    (tmp_path / "a.toml").write_text(PASSES + FAILS + UNRESOLVED)
+    done = cli("run", "a.toml", "--json", "--jobs", "3", status=3)
+    results = {each["name"]: each for each in map(json.loads, done.stdout.splitlines())}
+    assert {name: each["verdict"] for name, each in results.items()} == {
+        "passes": "PASSED",
+        "fails": "FAILED",
+        "unresolved": "UNRESOLVED",
+    }
+    for each in results.values():
+        assert set(KEYS) <= set(each)
+    passed = results["passes"]
+    assert passed["reason"] is None
+    assert passed["backend"] == "local"
+    assert passed["stdout"] == {"text": "hi\n", "bytes": 3, "truncated": False}
+    assert passed["expectations"] == [
+        {"name": "stdout_equals", "passed": True, "message": passed["expectations"][0]["message"]}
+    ]
+    outcome = passed["outcome"]
+    assert (outcome["kind"], outcome["exit_code"], outcome["signal"]) == ("exited", 0, None)
+    assert outcome["observed_by"] == "guest"
+    assert set(passed["evidence"]) == {
+        "sealed",
+        "entries",
+        "bytes",
+        "created",
+        "modified",
+        "deleted",
+        "path",
+    }
+    lost = results["unresolved"]
+    assert lost["reason"] == "setup_failed"
+    assert lost["outcome"] is None
+    assert lost["faults"][0].keys() == {"phase", "kind", "message"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[[eval]]\nname = "x"\ncheck = "true"\ndeadlin_s = 3\n', ["deadlin_s", "deadline_s"]),
+        ('[[eval]]\nname = "x"\n', ["number 1 (x)", "check", "missing"]),
+        ('[[eval]]\ncheck = "true"\n', ["number 1", "name", "missing"]),
+        ('[[eval]]\nname = "x"\ncheck = 3\n', ["check", "got 3"]),
+        ('[[eval]]\nname = "x"\ncheck = "true"\ndeadline_s = "3"\n', ["deadline_s", "'3'"]),
+        ('[[eval]]\nname = "x"\ncheck = "true"\nbackstop_s = 3\n', ["backstop_s", "cut"]),
+        ('[[eval]]\nname = "x"\ncheck = "true"\nworkspace = "nowhere"\n', ["workspace", "nowhere"]),
+        ('[[eval]]\nname = "x"\ncheck = "true"\n[eval.expect]\nexit = 1\n', ["exit", "exit_code"]),
+        ('[[evals]]\nname = "x"\n', ["evals", "'eval'"]),
+        ("[[eval]\n", ["not TOML", "line 1"]),
+        ("", ["eval", "missing"]),
+        ("\xff", ["not UTF-8"]),
+        (
+            PASSES + '[[eval]]\nname = "y"\ncheck = "true"\nlimits = {memory_bytes = 1}\n',
+            ["limits.memory_bytes"],
+        ),
+    ],
+)
+def test_a_bad_spec_is_refused_by_file_key_and_expectation_and_nothing_is_started(
+    cli, tmp_path, text, words
+):
+    (tmp_path / "bad.toml").write_bytes(text.encode("latin-1"))
+    done = cli("run", "bad.toml", status=2)
+    for word in [*words, "expected"]:
+        assert word in done.stderr
+    assert json.loads("[" + ",".join(cli("runs", "--json").stdout.split()) + "]") == []
+
+
+def test_bad_usage_exits_with_2(cli):
+    cli("run", status=2)
+    cli("run", "nowhere.toml", status=2)
+    cli("run", "x", "--bogus", status=2)
+    cli("show", "nothing", status=2)
+    cli("resume", status=2)
+    cli("run", "x", "--jobs", "0", status=2)
+
+
+def test_runs_and_show_tell_what_was_done_and_escape_what_was_printed(cli, tmp_path):
+    (tmp_path / "a.toml").write_text(
+        '[[eval]]\nname = "raw"\ncheck = \'printf "\\377\\000\\033[2Jx"; echo y > made\'\n'
+    )
+    result = json.loads(cli("run", "a.toml", "--json", status=0).stdout)
+    listed = cli("runs", status=0).stdout
+    assert result["run_id"] in listed
+    assert "PASSED" in listed
+    shown = cli("show", result["run_id"][:12], status=0).stdout
+    assert "\x1b" not in shown
+    assert "\\x1b[2Jx" in shown
+    for word in ("Uploaded", "Checked", "Downloaded", "CleanedUp", "Scored", "sealed"):
+        assert word in shown
+    assert json.loads(cli("show", result["run_id"], "--json").stdout) == result
+    cli("show", result["run_id"], "--export", "tree", status=0)
+    assert (tmp_path / "tree" / "made").read_text() == "y\n"
+    cli("show", result["run_id"], "--export", "tree", status=2)
+
+
+def test_a_journal_that_cannot_be_used_is_named_and_left_alone(cli, tmp_path):
+    (tmp_path / "a.toml").write_text(PASSES)
+    (tmp_path / ".orchestrator").mkdir()
+    journal = tmp_path / ".orchestrator" / "journal.db"
+    journal.write_bytes(b"not a journal at all, but more than a hundred bytes " * 4)
+    before = journal.read_bytes()
+    for command in (["run", "a.toml"], ["runs"], ["resume"], ["show", "x"]):
+        assert "journal.db" in cli(*command, status=2).stderr
+    assert journal.read_bytes() == before
+
+
+def test_the_state_directory_is_where_it_is_told_to_be(cli, tmp_path):
+    (tmp_path / "a.toml").write_text(PASSES)
+    cli("run", "a.toml", "--state-dir", "elsewhere", status=0)
+    assert (tmp_path / "elsewhere" / "journal.db").exists()
+    assert (tmp_path / "elsewhere" / ".gitignore").read_text() == "*\n"
+    assert not (tmp_path / ".orchestrator").exists()
+
+
+def test_a_workspace_is_relative_to_its_spec_file(cli, tmp_path):
+    (tmp_path / "specs" / "w").mkdir(parents=True)
+    (tmp_path / "specs" / "w" / "f").write_text("content")
+    (tmp_path / "specs" / "a.toml").write_text(
+        '[[eval]]\nname = "x"\nworkspace = "w"\ncheck = "cat f"\n'
+    )
+    done = cli("run", "specs/a.toml", "--json", status=0)
+    assert json.loads(done.stdout)["stdout"]["text"] == "content"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_exits_with_130_and_is_resumed(cli, tmp_path, number):
+    """Interrupted in mid-check, by Ctrl-C or TERM: the evidence is there when it is resumed."""
+    started, go = tmp_path / "started", tmp_path / "go"
+    os.mkfifo(started)
+    os.mkfifo(go)
+    spec = f"""
+        [[eval]]
+        name = "x"
+        check = "echo x > {started}; read line < {go}; echo $line; echo $line > made"
+        [eval.expect]
+        stdout_equals = "went\\n"
+        files = [{{path = "made", equals = "went\\n"}}]
+    """
+    (tmp_path / "a.toml").write_text(spec)
+    first = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator", "run", "a.toml"],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert started.read_text() == "x\n"
+    first.send_signal(number)
+    _, errors = first.communicate(timeout=30)
+    assert first.returncode == 130
+    assert "resume" in errors
+    assert "unfinished" in cli("runs").stdout
+    second = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator", "resume", "--json"],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    go.write_text("went\n")
+    output, errors = second.communicate(timeout=60)
+    assert second.returncode == 0, errors
+    assert json.loads(output)["verdict"] == "PASSED"
+
+
+def test_a_retry_is_shown_with_the_run_that_it_retries(cli, tmp_path):
+    (tmp_path / "a.toml").write_text(UNRESOLVED)
+    done = cli("run", "a.toml", "--json", "--attempts", "3", status=3)
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each["retry_of"] for each in results] == [
+        None,
+        results[0]["run_id"],
+        results[1]["run_id"],
+    ]
+    assert "0 failed, 1 unresolved" in done.stderr
+
+
+def test_progress_is_lines_when_not_on_a_terminal_and_moves_on_one(cli, tmp_path):
+    (tmp_path / "a.toml").write_text(PASSES.replace("echo hi", "echo hi; sleep 0.3"))
+    assert "\x1b" not in cli("run", "a.toml", status=0).stderr
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator", "run", "a.toml"],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp"), "TERM": "xterm"},
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := os.read(ours, 4096):
+            shown += chunk
+    except OSError:  # a terminal whose other end closed
+        pass
+    os.close(ours)
+    assert process.wait() == 0
+    assert b"\x1b[" in shown
+    assert b"passes" in shown
+    assert b"PASSED" in shown
+
+
+def test_the_lifecycle_is_drawn_in_every_format(cli):
+    assert cli("diagram", status=0).stdout.startswith("stateDiagram")
+    assert cli("diagram", "--format", "dot", status=0).stdout.startswith("digraph")
+    assert "<svg" in cli("diagram", "--format", "svg", status=0).stdout
+
+
+def test_output_that_nobody_reads_any_more_is_no_crash(cli, tmp_path):
+    (tmp_path / "a.toml").write_text(PASSES * 30)
+    cli("run", "a.toml", "--jobs", "4", status=0)
+    done = subprocess.run(
+        f"{sys.executable} -m orchestrator runs --json | head -n 1",
+        shell=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    assert json.loads(done.stdout)["name"] == "passes"
