@@ -30,6 +30,7 @@ from .report import Display, details, printable, row
 from .result import result_of
 from .runner import Runner
 from .specfile import load
+from .testing.heat import read as read_heat
 from .vault import Vault
 
 if TYPE_CHECKING:
@@ -171,6 +172,9 @@ def diagram(
     *,
     format_: Annotated[DiagramFormat, typer.Option("--format", "-f")] = DiagramFormat.MERMAID,
     output: Annotated[Path | None, typer.Option(help="File to write, instead of printing.")] = None,
+    heat: Annotated[
+        Path | None, typer.Option(help="File of counts by edge (`verify --heat`) to colour it by.")
+    ] = None,
     embed: Annotated[
         Path | None,
         typer.Option(help="Text file whose lifecycle block to update."),
@@ -181,11 +185,38 @@ def diagram(
         embed.write_text(diagrams.embed(embed.read_text("utf-8")), "utf-8")
         return
     draw = {"mermaid": diagrams.mermaid, "dot": diagrams.dot, "svg": diagrams.svg}
-    text = draw[format_.value]()
+    text = draw[format_.value](heat=read_heat(heat) if heat is not None else None)
     if output is None:
         sys.stdout.write(text)
     else:
         output.write_text(text, "utf-8")
+
+
+@app.command()
+def verify(
+    *,
+    faults: Annotated[int, typer.Option(min=0, max=3, help="Faults in one story, at most.")] = 2,
+    mutant: Annotated[
+        str | None, typer.Option(help="Put a known mistake in first, and tell what finds it.")
+    ] = None,
+    story: Annotated[str | None, typer.Option(help="Tell one story: SCENARIO,FAULT,...")] = None,
+    seed: Annotated[int | None, typer.Option(help="Tell one random story.")] = None,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="Draw what is found.")] = False,
+    heat: Annotated[
+        Path | None, typer.Option(help="File to write how often each edge was walked.")
+    ] = None,
+) -> None:
+    """Prove the promises of the lifecycle by telling every story of it, under every fault."""
+    from . import verification  # noqa: PLC0415 - the testing kit loads where it is used
+
+    console = _console()
+    if story is not None or seed is not None:
+        status = verification.tell_one(console, story, seed, mermaid=mermaid)
+    elif mutant is not None:
+        status = verification.hunt(console, mutant, faults, mermaid=mermaid)
+    else:
+        status = verification.prove(console, faults, heat)
+    raise typer.Exit(status)
 
 
 def main() -> NoReturn:

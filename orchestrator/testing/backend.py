@@ -124,7 +124,7 @@ class SimulatedSandbox:
 
     def _start(self, order: Order, latest: float) -> None:
         """Claim the order, and start its program unless it is too late."""
-        program = self.world.program(order.slot)
+        program = self.world.program(self.run_id, order.slot)
         if any(self.tree.get(path) != data for path, data in program.needs.items()):
             program = Program(duration_s=0.0, code=66)
         command = self.commands[order.slot] = _Command(order, program)

@@ -14,6 +14,7 @@ guard against a search that finds nothing because it searches nothing.
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 from typing import TYPE_CHECKING, Final
 
 from attrs import define, field, frozen
@@ -26,13 +27,15 @@ from ..ports import Ending
 from .backend import Program
 from .clock import Hang
 from .faults import CONTRACT, Injection, Way
-from .simulate import BOUNDS, FILES, Scenario, World
+from .simulate import BOUNDS, FILES, LIVES, Scenario, World
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ..core.facts import Fact
     from ..core.machine import Run
+
+    Property = Callable[[World, Run], str]
 
 
 def _raises(_: object) -> bool:
@@ -46,6 +49,7 @@ SCENARIOS: Final = (
     ),
     Scenario(
         name="fails",
+        faults=1,
         program=Program(
             needs=FILES, code=124, writes={"input": b"changed", "other": None, "junk": b"left"}
         ),
@@ -76,6 +80,7 @@ SCENARIOS: Final = (
     ),
     Scenario(
         name="cannot be scored",
+        faults=1,
         program=Program(writes={"output": b"done"}),
         spec={"expect": {"exit_code": 0, "broken": _raises}},
         expected=Verdict.UNRESOLVED,
@@ -111,15 +116,18 @@ class CounterExample:
 
     @property
     def replay(self) -> str:
-        """The one line that tells it again: `orchestrator verify --story …`."""
-        return ",".join([self.scenario, *map(str, self.plan)])
+        """The one line that tells it again."""
+        if self.scenario.startswith("seed "):
+            return f"orchestrator verify --{self.scenario}"
+        story = ",".join([self.scenario, *map(str, self.plan)])
+        return f"orchestrator verify --story '{story}'"
 
     def __str__(self) -> str:
         """Tell it as a numbered sequence."""
         faults = ", ".join(map(str, self.plan)) or "no fault"
         lines = [f"{self.broken}: {self.what}", f"scenario {self.scenario!r}, {faults}"]
         lines += [f"{number:3}. {line}" for number, line in enumerate(self.log, 1)]
-        return "\n".join([*lines, f"again: orchestrator verify --story {self.replay!r}"])
+        return "\n".join([*lines, f"again: {self.replay}"])
 
     def mermaid(self) -> str:
         """Tell it as a Mermaid sequence diagram."""
@@ -179,8 +187,11 @@ class Report:
 
 def tell(scenario: Scenario, plan: Iterable[Injection] = ()) -> World:
     """Tell one story, and check it."""
-    world = World(scenario, plan)
+    world = World(plan)
     try:
+        world.begin(scenario)
+        if not world.journal.run_ids():
+            world.begin(scenario)  # the first runner was killed before it had begun
         world.play()
     except (Exception, Hang) as error:  # noqa: BLE001 - a defect of the runner is looked for
         world.problem("P4 every run comes to an end", f"{type(error).__name__}: {error}")
@@ -216,16 +227,16 @@ def explore(
             ):
                 return report
             world = tell(scenario, plan)
-            _take(report, world, plan)
+            _take(report, world, scenario, plan)
             if seen is not None:
                 seen(world)
-            if depth < faults:
+            if depth < min(faults, scenario.faults):
                 following += [(scenario, (*plan, more)) for more in _further(world, plan)]
         frontier = following
     return report
 
 
-def _take(report: Report, world: World, plan: tuple[Injection, ...]) -> None:
+def _take(report: Report, world: World, scenario: Scenario, plan: tuple[Injection, ...]) -> None:
     report.stories += 1
     report.steps += len(world.edges)
     report.states |= world.states
@@ -237,7 +248,7 @@ def _take(report: Report, world: World, plan: tuple[Injection, ...]) -> None:
     for broken, what in world.problems:
         if broken not in report.counter_examples:
             report.counter_examples[broken] = CounterExample(
-                broken, what, world.scenario.name, plan, tuple(world.log)
+                broken, what, scenario.name, plan, tuple(world.log)
             )
 
 
@@ -255,10 +266,10 @@ def _further(world: World, plan: tuple[Injection, ...]) -> Iterator[Injection]:
 # ------------------------------------------------------------------
 
 
-def check(world: World) -> None:
-    """Check every property of a world whose story is told."""
+def check(world: World, properties: Mapping[str, Property] | None = None) -> None:
+    """Check properties of every run of a world; all of them if none are given."""
     for run in _runs(world):
-        for broken, test in ALWAYS.items():
+        for broken, test in (properties or ALWAYS).items():
             what = test(world, run)
             if what:
                 world.problem(broken, f"{run.run_id}: {what}")
@@ -271,7 +282,7 @@ def _runs(world: World) -> list[Run]:
 def _ends(world: World, run: Run) -> str:
     if not run.finished:
         return f"it is still {run.state} after {world.lives} runners"
-    spec = world.scenario.eval_spec()
+    spec = world.scenario(run.run_id).eval_spec
     each = (
         2 * BOUNDS.upload_s
         + spec.setup_deadline_s
@@ -331,9 +342,9 @@ def _true_evidence(world: World, run: Run) -> str:
 
 
 def _true_verdict(world: World, run: Run) -> str:
-    if run.verdict in {None, Verdict.UNRESOLVED, world.scenario.expected}:
+    if run.verdict in {None, Verdict.UNRESOLVED, world.scenario(run.run_id).expected}:
         return ""
-    return f"it is {run.verdict}, and the program deserves {world.scenario.expected}"
+    return f"it is {run.verdict}, and the program deserves {world.scenario(run.run_id).expected}"
 
 
 def _path(world: World, run: Run) -> str:
@@ -368,7 +379,7 @@ def _undisturbed(world: World, run: Run) -> str:
         return ""  # together they can be later than the check may start
     if any(e.way not in harmless or e.verb in remote for e in world.backend.happened):
         return ""
-    if run.finished and run.verdict is not world.scenario.expected:
+    if run.finished and run.verdict is not world.scenario(run.run_id).expected:
         return f"it is {run.verdict} ({run.reason}), though nothing was lost"
     return ""
 
@@ -382,7 +393,7 @@ def _apart(world: World, run: Run) -> str:
     return ""
 
 
-ALWAYS: Final[dict[str, Callable[[World, Run], str]]] = {
+ALWAYS: Final[dict[str, Property]] = {
     "P2 a score has a check and a download before it": _path,
     "P2 an outcome is how the check ended": _true_outcome,
     "P2 a score is of the tree that the check left": _true_evidence,
@@ -396,3 +407,47 @@ ALWAYS: Final[dict[str, Callable[[World, Run], str]]] = {
     "what loses nothing changes no verdict": _undisturbed,
 }
 """Properties of every story, beside P1 and P3, which the world checks as it goes."""
+
+TOGETHER: Final = {
+    name: test for name, test in ALWAYS.items() if test not in {_faults_listed, _undisturbed, _ends}
+}
+"""Those that say nothing of which of several runs a fault has met, or for how long one had to
+wait."""
+
+
+# --- at random
+# -------------------------------------------------------------------------------------
+
+
+def wander(seed: int, *, runs: int = 3, odds: float = 0.05) -> World:
+    """Tell a story of several runs, interleaved, with faults and crashes at random.
+
+    Args:
+        seed: the same one tells the same story.
+        runs: that are begun.
+        odds: of a fault at any call, and of a crash between two.
+    """
+    dice = Random(seed)  # noqa: S311 - a seed for a story, and not for a secret
+
+    def choose(verb: str, _: int) -> Way | None:
+        if world.lives < LIVES and dice.random() < odds:
+            return dice.choice(CONTRACT[verb])
+        return None
+
+    world = World(choose=choose)
+    world.backend.choose = choose
+    try:
+        for _ in range(runs):
+            world.begin(dice.choice(SCENARIOS))
+        while world.driven or (world.lives < LIVES and world.runner.unfinished()):
+            if not world.driven or dice.random() < odds:
+                world.resume()
+            elif world.lives < LIVES and dice.random() < odds:
+                world.crash()
+            else:
+                world.step(dice.choice(list(world.driven)))
+        world.play()
+    except (Exception, Hang) as error:  # noqa: BLE001 - a defect of the runner is looked for
+        world.problem("P4 every run comes to an end", f"{type(error).__name__}: {error}")
+    check(world, TOGETHER)
+    return world

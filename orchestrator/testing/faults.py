@@ -222,6 +222,7 @@ class FaultyBackend:
         plan: what goes wrong; text is parsed.
         waiting: how time passes.
         happened: the injections that were met, in order.
+        choose: asked for the way of every call that the plan does not name.
         observe: called with every call that is made and the way it goes wrong, before it is made.
     """
 
@@ -229,6 +230,7 @@ class FaultyBackend:
     plan: tuple[Injection, ...] = field(default=(), converter=_parsed)
     waiting: Waiting = field(factory=Release)
     happened: list[Injection] = field(factory=list)
+    choose: Callable[[str, int], Way | None] = field(default=lambda _verb, _call: None)
     observe: Callable[[str, int, Way | None], None] = field(default=lambda _verb, _call, _way: None)
     _calls: dict[str, int] = field(factory=dict, init=False)
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
@@ -271,9 +273,9 @@ class FaultyBackend:
         with self._lock:
             call = self._calls[verb] = self._calls.get(verb, 0) + 1
             met = next((each for each in self.plan if (each.verb, each.call) == (verb, call)), None)
-            if met is not None:
-                self.happened.append(met)
-            way = met.way if met is not None else None
+            way = met.way if met is not None else self.choose(verb, call)
+            if way is not None:
+                self.happened.append(Injection(verb, way, call))
             self.observe(verb, call, way)
         return way
 

@@ -12,6 +12,8 @@ really destroyed. The properties of `explore.py` compare the one with the other.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,11 +35,11 @@ from .journal import SimulatedJournal
 from .vault import SimulatedVault
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ..core.evidence import Manifest
     from ..core.machine import Run, Step
-    from ..ports import Record, RunRecord
+    from ..ports import Record
 
 
 LIVES: Final = 6
@@ -47,7 +49,7 @@ AFTERLIFE_S: Final = 100.0
 BOUNDS: Final = Bounds(upload_s=30.0, settle_s=10.0, download_s=30.0, destroy_s=10.0, score_s=10.0)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, slots=False)
 class Scenario:
     """What is run in a world.
 
@@ -57,6 +59,7 @@ class Scenario:
         setup: what setup does, None for none.
         spec: changes to the spec, by field.
         expected: the verdict that an undisturbed run comes to.
+        faults: in one story at most; the ends of a few scenarios differ only after the last one.
     """
 
     name: str
@@ -64,9 +67,11 @@ class Scenario:
     setup: Program | None = None
     spec: Mapping[str, Any] = field(factory=dict)
     expected: Verdict = Verdict.PASSED
+    faults: int = 3
 
+    @cached_property
     def eval_spec(self) -> EvalSpec:
-        """Give the spec."""
+        """The spec."""
         return EvalSpec(
             **{
                 "name": self.name,
@@ -94,6 +99,7 @@ class World:
         points: calls and writes that were made, as (verb, which call of it): where faults can be.
         states: every state of the world that was seen when a fact had been recorded.
         edges: edges of the lifecycle that were walked.
+        driven: runs that the runner drives, by id.
         sandboxes: those that exist, by run.
         created: runs for which a sandbox was created, in order.
         starts: programs that were started, as (run, slot, identity of the sandbox).
@@ -101,9 +107,17 @@ class World:
         lives: runners that there have been.
     """
 
-    def __init__(self, scenario: Scenario, plan: Iterable[Injection] = ()) -> None:
-        """Make a world in which a scenario is about to be run, under a plan of faults."""
-        self.scenario = scenario
+    def __init__(
+        self,
+        plan: Iterable[Injection] = (),
+        choose: Callable[[str, int], Way | None] = lambda _verb, _call: None,
+    ) -> None:
+        """Make a world in which nothing has happened.
+
+        Args:
+            plan: faults that will happen.
+            choose: asked for the way of every call that the plan does not name.
+        """
         self.log: list[str] = []
         self.problems: list[tuple[str, str]] = []
         self.points: list[tuple[str, int]] = []
@@ -116,18 +130,26 @@ class World:
         self.lives = 0
         self.clock = SimulatedClock()
         self.backend = FaultyBackend(
-            SimulatedBackend(self), tuple(plan), waiting=self.clock, observe=self._observe_call
+            SimulatedBackend(self),
+            tuple(plan),
+            waiting=self.clock,
+            choose=choose,
+            observe=self._observe_call,
         )
         self.journal = SimulatedJournal(self)
         self.vault = SimulatedVault(self)
         self._numbers = count(1)
-        self._before = State.NEW
+        self._states: dict[str, State] = {}
+        self._scenarios: dict[str, Scenario] = {}
+        self.driven: dict[str, Iterator[Step]] = {}
+        self.runner = self._new_runner()
 
     # --- driving ----------------------------------------------------------------------------------
 
-    def runner(self) -> Runner:
+    def _new_runner(self) -> Runner:
         """Make a new runner, in place of the last one, which is dead."""
         self.lives += 1
+        self.driven = {}
         return Runner(
             self.backend,
             "simulated",
@@ -136,34 +158,64 @@ class World:
             clock=self.clock,
             journal=self.journal,
             vault=self.vault,
-            new_run_id=lambda: f"run-{next(self._numbers)}",
+            new_run_id=self._new_run_id,
         )
 
+    def _new_run_id(self) -> str:
+        run_id = f"run-{next(self._numbers)}"
+        self._scenarios[run_id] = self._beginning
+        return run_id
+
+    def scenario(self, run_id: str) -> Scenario:
+        """Give what a run runs."""
+        return self._scenarios[run_id]
+
+    def begin(self, scenario: Scenario) -> None:
+        """Begin a run; it goes on by `step`."""
+        self._beginning = scenario
+        with self._survived():
+            record, step = self.runner.begin(scenario.eval_spec)
+            self.driven[record.run_id] = self.runner.steps(record, step)
+
+    def step(self, run_id: str) -> None:
+        """Have a driven run do its next command; one that is finished is driven no more."""
+        with self._survived():
+            if next(self.driven[run_id], None) is None:
+                del self.driven[run_id]
+
+    def crash(self) -> None:
+        """Kill the runner; another one is there at once, and drives nothing yet."""
+        self.tell("the runner is killed")
+        self.runner = self._new_runner()
+
+    def resume(self) -> None:
+        """Have the runner take over what it does not drive and is not finished."""
+        for run_id in self.runner.unfinished():
+            with self._survived():
+                self.journal.take_over(run_id)
+                record, step = self.journal.record(run_id), self.journal.step(run_id)
+                self.driven[run_id] = self.runner.steps(record, step)
+
+    @contextmanager
+    def _survived(self) -> Iterator[None]:
+        """Let the world outlive its runner."""
+        try:
+            yield
+        except Crash:
+            self.crash()
+        except StorageError as error:
+            self.tell(f"the runner stops: {error}")
+            self.runner = self._new_runner()
+
     def play(self) -> None:
-        """Run the scenario to its end, with a new runner for each one that is killed or stopped."""
-        begun = False
+        """Let every run that was begun come to its end, whatever becomes of the runner."""
         for _ in range(LIVES):
-            runner = self.runner()
-            try:
-                if not begun and not self.journal.run_ids():
-                    record, step = runner.begin(self.scenario.eval_spec())
-                    self._drive(runner, record, step)
-                begun = True
-                for run_id in runner.unfinished():
-                    runner.journal.take_over(run_id)
-                    step = runner.journal.step(run_id)
-                    self._drive(runner, runner.journal.record(run_id), step)
-            except Crash:
-                self.tell("the runner is killed")
-            except StorageError as error:
-                self.tell(f"the runner stops: {error}")
-            else:
+            self.resume()
+            while self.driven:
+                self.step(next(iter(self.driven)))
+            if not self.runner.unfinished():
                 break
         self.clock.advance(self.clock.time + AFTERLIFE_S)
-
-    def _drive(self, runner: Runner, record: RunRecord, step: Step) -> None:
-        for _ in runner.steps(record, step):
-            pass
 
     # --- what the simulated parts tell ------------------------------------------------------------
 
@@ -175,11 +227,10 @@ class World:
         """Give the way in which a write goes wrong, None if it does not."""
         return self.backend.next_way(verb)
 
-    def program(self, slot: str) -> Program:
+    def program(self, run_id: str, slot: str) -> Program:
         """Give what a command does."""
-        if slot == "setup" and self.scenario.setup is not None:
-            return self.scenario.setup
-        return self.scenario.program
+        scenario = self.scenario(run_id)
+        return scenario.setup if slot == "setup" and scenario.setup else scenario.program
 
     def fetched(self, sandbox: SimulatedSandbox) -> None:
         """Take note of a download, which must not be of a moving tree that may be scored."""
@@ -208,9 +259,10 @@ class World:
             self.tell(f"fault: {Injection(verb, way, call)}")
 
     def _observe_progress(self, progress: Progress) -> None:
+        run_id = progress.run.run_id
         if progress.fact is not None:
-            self.edges.append((self._before, type(progress.fact)))
-        self._before = progress.run.state
+            self.edges.append((self._states[run_id], type(progress.fact)))
+        self._states[run_id] = progress.run.state
         self.states.add(self._fingerprint(progress.run))
 
     def _fingerprint(self, run: Run) -> tuple[object, ...]:
@@ -222,4 +274,4 @@ class World:
                 for slot, command in sorted(sandbox.commands.items())
             )
         faults = tuple((fault.phase, fault.kind) for fault in run.faults)
-        return (self.scenario.name, run.state, faults, sandbox is not None, commands)
+        return (self.scenario(run.run_id).name, run.state, faults, sandbox is not None, commands)
