@@ -131,48 +131,49 @@ def _entry(parent: int, name: str, path: str, info: os.stat_result, *, ours: boo
     kind = _KINDS[stat.S_IFMT(info.st_mode)]
     mode = stat.S_IMODE(info.st_mode)
     if kind is EntryKind.FILE:
-        with _open_file(parent, name, mode, ours=ours) as stream:
-            size, digest = _hash(stream, path)
+        descriptor = _open_file(parent, name, mode, ours=ours)
+        try:
+            size, digest = _hash(descriptor, path)
+        finally:
+            os.close(descriptor)
         return Entry(path, kind, mode, info.st_mtime_ns, size, digest)
     target = os.readlink(name, dir_fd=parent) if kind is EntryKind.SYMLINK else None
     return Entry(path, kind, mode, info.st_mtime_ns, target=target)
 
 
-@contextmanager
-def _open_file(parent: int, name: str, mode: int, *, ours: bool) -> Iterator[BinaryIO]:
+def _open_file(parent: int, name: str, mode: int, *, ours: bool) -> int:
     try:
-        descriptor = os.open(name, _FILE, dir_fd=parent)
+        return os.open(name, _FILE, dir_fd=parent)
     except PermissionError:
         if not ours:
             raise
-        os.chmod(name, mode | 0o400, dir_fd=parent)
-        try:
-            descriptor = os.open(name, _FILE, dir_fd=parent)
-        finally:
-            os.chmod(name, mode, dir_fd=parent)
-    with os.fdopen(descriptor, "rb", buffering=0) as stream:
-        yield stream
+    os.chmod(name, mode | 0o400, dir_fd=parent)
+    try:
+        return os.open(name, _FILE, dir_fd=parent)
+    finally:
+        os.chmod(name, mode, dir_fd=parent)
 
 
 def open_file(root: str | Path, path: str, *, ours: bool = False) -> BinaryIO:
     """Open a regular file of a tree for reading, without following a symlink at its end."""
     with opened(root) as base, place(base, path) as (parent, name):
         mode = stat.S_IMODE(os.lstat(name, dir_fd=parent).st_mode) if ours else 0
-        with _open_file(parent, name, mode, ours=ours) as stream:
-            return os.fdopen(os.dup(stream.fileno()), "rb", buffering=0)
+        return os.fdopen(_open_file(parent, name, mode, ours=ours), "rb", buffering=0)
 
 
-def _hash(stream: BinaryIO, path: str) -> tuple[int, str]:
+def _hash(descriptor: int, path: str) -> tuple[int, str]:
     """Give size and SHA-256 of a file that must not change meanwhile."""
-    before = os.fstat(stream.fileno())
+    before = os.fstat(descriptor)
     if not stat.S_ISREG(before.st_mode):
         raise EvidenceIncompleteError(f"{path!r} is no longer a file")
     size = 0
     digest = hashlib.sha256()
-    while chunk := stream.read(min(before.st_size + 1, CHUNK)):
+    while size < before.st_size and (
+        chunk := os.read(descriptor, min(before.st_size - size, CHUNK))
+    ):
         digest.update(chunk)
         size += len(chunk)
-    after = os.fstat(stream.fileno())
+    after = os.fstat(descriptor)
     if size != before.st_size or _version(before) != _version(after):
         raise EvidenceIncompleteError(f"{path!r} changed while it was read")
     return size, digest.hexdigest()

@@ -65,8 +65,9 @@ class VaultIntake:
         """Give the files of `manifest` whose content is not here yet, each content once."""
         wanted: dict[str, Entry] = {}
         for entry in manifest:
-            if entry.sha256 and entry.sha256 not in wanted and not self._vault.has(entry.sha256):
-                wanted[entry.sha256] = entry
+            digest = entry.sha256
+            if digest and digest not in wanted and not self._vault.has(digest, entry.size):
+                wanted[digest] = entry
         return list(wanted.values())
 
     def receive(self, entry: Entry, stream: BinaryIO) -> None:
@@ -108,13 +109,17 @@ class Vault:
         with _storing(self.path):
             for name in ("objects", "manifests", "evidence", "staging"):
                 (self.path / name).mkdir(parents=True, exist_ok=True)
-        self._fan: set[Path] = set()
+        self._fans: set[str] = set()
+        self._objects = str(self.path / "objects")
 
     # --- content ----------------------------------------------------------------------------------
 
-    def has(self, digest: str) -> bool:
-        """Tell whether content is here."""
-        return self._object(digest).exists()
+    def has(self, digest: str, size: int | None = None) -> bool:
+        """Tell whether content is here, and of the size that it should have."""
+        try:
+            return os.stat(self._object(digest)).st_size == size or size is None
+        except FileNotFoundError:
+            return False
 
     def content(self, digest: str) -> bytes:
         """Give content.
@@ -135,7 +140,7 @@ class Vault:
             EvidenceIncompleteError: it is not here.
         """
         try:
-            return self._object(digest).open("rb")
+            return open(self._object(digest), "rb")
         except OSError as error:
             raise EvidenceIncompleteError(
                 f"{self._object(digest)}: {error.strerror}: the content was not kept"
@@ -162,7 +167,7 @@ class Vault:
                 place = self._make_place(digest)
                 os.replace(name, place)
                 if not share:
-                    _flush(place.parent)
+                    _flush(os.path.dirname(place))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(name)
@@ -187,6 +192,7 @@ class Vault:
             os.link(
                 f"/proc/self/fd/{source}",
                 self._make_place(entry.sha256),
+                src_dir_fd=source,  # unused by an absolute path, but it makes this linkat(2)
                 follow_symlinks=True,
             )
         except FileExistsError:
@@ -195,16 +201,16 @@ class Vault:
             return False
         return True
 
-    def _object(self, digest: str) -> Path:
-        return self.path / "objects" / digest[:2] / digest
+    def _object(self, digest: str) -> str:
+        return f"{self._objects}/{digest[:2]}/{digest}"
 
-    def _make_place(self, digest: str) -> Path:
-        place = self._object(digest)
-        if place.parent not in self._fan:
-            place.parent.mkdir(exist_ok=True)
-            _flush(place.parent.parent)
-            self._fan.add(place.parent)
-        return place
+    def _make_place(self, digest: str) -> str:
+        fan = digest[:2]
+        if fan not in self._fans:
+            (self.path / "objects" / fan).mkdir(exist_ok=True)
+            _flush(self.path / "objects")
+            self._fans.add(fan)
+        return self._object(digest)
 
     # --- manifests --------------------------------------------------------------------------------
 
@@ -271,7 +277,7 @@ class Vault:
         entries = {
             path: entry
             for path, entry in known.items()
-            if entry.sha256 is None or self.has(entry.sha256)
+            if entry.sha256 is None or self.has(entry.sha256, entry.size)
         }
         return self._record(
             intake, Manifest.of({**entries, **intake.arrived}.values()), sealed=False
@@ -455,7 +461,7 @@ def _write_whole(staging: Path, place: Path, data: bytes) -> None:
     _flush(place.parent)
 
 
-def _flush(directory: Path) -> None:
+def _flush(directory: str | Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

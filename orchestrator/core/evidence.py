@@ -32,6 +32,9 @@ class EntryKind(StrEnum):
     DEVICE = "device"
 
 
+_KINDS = {kind.value: kind for kind in EntryKind}
+
+
 @frozen
 class Entry:
     """One path of a tree.
@@ -90,16 +93,14 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Give the canonical form: equal manifests have equal bytes, whatever made them."""
-        rows = [
-            [e.path, e.kind.value, e.mode, e.mtime_ns, e.size, e.sha256, e.target] for e in self
-        ]
+        rows = [(e.path, e.kind, e.mode, e.mtime_ns, e.size, e.sha256, e.target) for e in self]
         return json.dumps(rows, separators=(",", ":")).encode("ascii")
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
         """Read the canonical form back."""
         rows = json.loads(data)
-        return cls({row[0]: Entry(row[0], EntryKind(row[1]), *row[2:]) for row in rows})
+        return cls({row[0]: Entry(row[0], _KINDS[row[1]], *row[2:]) for row in rows})
 
     @property
     def digest(self) -> str:
