@@ -170,9 +170,13 @@ class World:
         """Give what a run runs."""
         return self._scenarios[run_id]
 
+    def run_here(self, scenario: Scenario) -> None:
+        """Have runs that are begun from now on run a scenario, whatever their spec says."""
+        self._beginning = scenario
+
     def begin(self, scenario: Scenario) -> None:
         """Begin a run; it goes on by `step`."""
-        self._beginning = scenario
+        self.run_here(scenario)
         with self._survived():
             record, step = self.runner.begin(scenario.eval_spec)
             self.driven[record.run_id] = self.runner.steps(record, step)
