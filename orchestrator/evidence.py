@@ -98,10 +98,10 @@ class Evidence:
     def read(self, path: str) -> bytes:
         """Give the content of a file.
 
-        Raises: FileNotFoundError: there is no entry at the path, which is a fact about the
-            workspace. IsADirectoryError, OSError: what is there is no file.
-            EvidenceIncompleteError: the content is not here, which says nothing about the
-            workspace.
+        Raises:
+            FileNotFoundError: there is no entry at the path: a fact about the workspace.
+            IsADirectoryError, OSError: what is there is no file.
+            EvidenceIncompleteError: the content is not here, which says nothing of the workspace.
         """
         entry = self.entry(path)
         if entry is None:
@@ -135,12 +135,15 @@ class Evidence:
             FileExistsError: there is something at the destination.
             EvidenceIncompleteError: content is not here.
         """
-        whole = Manifest(
-            {
-                entry.path: entry
-                for entry in self.manifest
-                if entry.kind not in {EntryKind.SOCKET, EntryKind.DEVICE}
-            }
-        )
+        whole: dict[str, Entry] = {}
+        for entry in self.manifest:
+            if entry.kind in {EntryKind.SOCKET, EntryKind.DEVICE}:
+                continue
+            whole[entry.path] = entry
+            above = entry.path.rpartition("/")[0]
+            while not self.sealed and above and above not in whole:  # a part may lack directories
+                whole[above] = Entry(above, EntryKind.DIRECTORY, 0o755, entry.mtime_ns)
+                above = above.rpartition("/")[0]
         Path(destination).mkdir(parents=True)
-        tree.build(destination, whole, lambda entry: self._vault.open(entry.sha256 or ""))
+        manifest = Manifest.of(whole.values())
+        tree.build(destination, manifest, lambda entry: self._vault.open(entry.sha256 or ""))

@@ -90,10 +90,12 @@ class Runner:
     ) -> None:
         """Open, or make, the journal and vault of a state directory.
 
-        Args: backend: where sandboxes come from. state_dir: directory for the journal and the
-            evidence. bounds: how long to wait for each phase. observer: called on the run's own
-            thread after every entry that is on disk; what it raises
-                stops the run as an interrupt would.
+        Args:
+            backend: where sandboxes come from.
+            state_dir: directory for the journal and the evidence.
+            bounds: how long to wait for each phase.
+            observer: called on the run's own thread after every entry that is on disk; what it
+                raises stops the run as an interrupt would.
             clock: in place of this machine's, for simulations, as all that follow.
             journal: in place of the one in `state_dir`.
             vault: in place of the one in `state_dir`.

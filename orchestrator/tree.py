@@ -13,19 +13,19 @@ import os
 import shutil
 import stat
 import subprocess
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Final, Protocol, Self
 
 from .core.errors import EvidenceIncompleteError
 from .core.evidence import Entry, EntryKind, Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 CHUNK: Final = 1 << 20
 _ZEROS: Final = bytes(CHUNK)
-_PATH_BYTES: Final = 2048  # well under PATH_MAX (4096), which counts the whole path of one call
+_HELD: Final = 64  # directories that a walk keeps open
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -51,20 +51,110 @@ def opened(root: str | Path) -> Iterator[int]:
 
 
 @contextmanager
-def place(root: int, path: str) -> Iterator[tuple[int, str]]:
-    """Give (descriptor, rest) such that `rest` under `descriptor` is `path` and short enough."""
-    held: int | None = None
+def _naming(path: str) -> Iterator[None]:
+    """Have errors name an entry by its whole path, not by its name in its directory."""
     try:
-        while len(path) > _PATH_BYTES // 4 and len(os.fsencode(path)) > _PATH_BYTES:
-            cut = path.rindex("/", 0, _PATH_BYTES // 4)
-            deeper = os.open(path[:cut], _DIRECTORY, dir_fd=root if held is None else held)
-            if held is not None:
-                os.close(held)
-            held, path = deeper, path[cut + 1 :]
-        yield (root if held is None else held), path
+        yield
+    except OSError as error:
+        error.filename = path
+        raise
+
+
+class Walk:
+    """Reaches the places of a tree by descriptor, one name at a time, and follows nothing.
+
+    Keeps the last directories of the way it came open, so that a neighbour costs no call, and a
+    way of any length a bounded number of descriptors.
+    """
+
+    def __init__(self, root: int, *, ours: bool = False) -> None:
+        """Start at the descriptor `root`; give directories permission back if they are ours."""
+        self._root = root
+        self._ours = ours
+        self._path = ""
+        self._way: list[tuple[int, int, int | None]] = []  # end in `_path`, descriptor, mode
+
+    def __enter__(self) -> Self:
+        """Give the walk."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of every directory, with the permissions that it had."""
+        while self._way:
+            self._leave(self._way.pop())
+
+    @staticmethod
+    def _leave(step: tuple[int, int, int | None]) -> None:
+        _, descriptor, mode = step
+        try:
+            if mode is not None:
+                os.fchmod(descriptor, mode)
+        finally:
+            os.close(descriptor)
+
+    def parent(self, path: str) -> tuple[int, str]:
+        """Give the directory that holds `path`, open until the next call, and its name there."""
+        folder, _, name = path.rpartition("/")
+        return self.directory(folder), name
+
+    def directory(self, path: str) -> int:
+        """Give a directory, open until the next call."""
+        if path == self._path and self._way:
+            return self._way[-1][1]
+        while self._way and not self._on_the_way(path, self._way[-1][0]):
+            self._leave(self._way.pop())
+        end, descriptor = self._way[-1][:2] if self._way else (0, self._root)
+        self._path = path
+        while end < len(path):
+            start = end + 1 if end else 0
+            end = path.find("/", start)
+            end = len(path) if end < 0 else end
+            with _naming(path[:end]):
+                descriptor, mode = self._enter(descriptor, path[start:end])
+            self._way.append((end, descriptor, mode))
+            if len(self._way) > _HELD:
+                self._leave(self._way.pop(0))
+        return descriptor
+
+    def _on_the_way(self, path: str, end: int) -> bool:
+        return path[end : end + 1] in {"", "/"} and path[:end] == self._path[:end]
+
+    def _enter(self, parent: int, name: str) -> tuple[int, int | None]:
+        try:
+            descriptor = os.open(name, _DIRECTORY, dir_fd=parent)
+        except PermissionError:
+            if not self._ours:
+                raise
+        else:
+            if not self._ours or os.access(".", os.R_OK | os.X_OK, dir_fd=descriptor):
+                return descriptor, None
+            os.close(descriptor)
+        with _readable(parent, name, 0o700) as mode:
+            return os.open(name, _DIRECTORY, dir_fd=parent), mode
+
+
+@contextmanager
+def _readable(parent: int, name: str, bits: int) -> Iterator[int]:
+    """Give permission back to an entry that is ours; take it again only if that fails."""
+    mode = stat.S_IMODE(os.lstat(name, dir_fd=parent).st_mode)
+    _chmod(parent, name, mode | bits)
+    try:
+        yield mode
+    except BaseException:
+        _chmod(parent, name, mode)
+        raise
+
+
+def _chmod(parent: int, name: str, mode: int) -> None:
+    """Change the mode of an entry that is no symlink."""
+    if not hasattr(os, "O_PATH"):
+        os.chmod(name, mode, dir_fd=parent, follow_symlinks=False)
+        return
+    descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        Path(f"/proc/self/fd/{descriptor}").chmod(mode)
     finally:
-        if held is not None:
-            os.close(held)
+        os.close(descriptor)
 
 
 def scan(root: str | Path, *, ours: bool = False, leave_out: str | None = None) -> Manifest:
@@ -82,101 +172,83 @@ def scan(root: str | Path, *, ours: bool = False, leave_out: str | None = None) 
     """
     entries: list[Entry] = []
     pending = [""]
-    with opened(root) as base:
+    with opened(root) as base, Walk(base, ours=ours) as walk:
         while pending:
             path = pending.pop()
             prefix = f"{path}/" if path else ""
-            with _directory(base, path, ours=ours) as descriptor, os.scandir(descriptor) as found:
+            descriptor = walk.directory(path)
+            with os.scandir(descriptor) as found:
                 for item in found:
-                    info = item.stat(follow_symlinks=False)
                     name = prefix + item.name
                     if name == leave_out:
                         continue
-                    entry = _entry(descriptor, item.name, name, info, ours=ours)
+                    with _naming(name):
+                        info = item.stat(follow_symlinks=False)
+                        entry = _entry(descriptor, item.name, name, info, ours=ours)
                     entries.append(entry)
                     if entry.kind is EntryKind.DIRECTORY:
                         pending.append(name)
     return Manifest.of(entries)
 
 
-@contextmanager
-def _directory(base: int, path: str, *, ours: bool) -> Iterator[int]:
-    """Open a directory to list it; give one of ours its permission back for as long."""
-    if not path:
-        yield base
-        return
-    with place(base, path) as (parent, name):
-        mode = descriptor = None
-        try:
-            descriptor = os.open(name, _DIRECTORY, dir_fd=parent)
-            if ours and not os.access(".", os.R_OK | os.X_OK, dir_fd=descriptor):
-                os.close(descriptor)
-                descriptor = None
-        except PermissionError:
-            if not ours:
-                raise
-        if descriptor is None:
-            mode = stat.S_IMODE(os.lstat(name, dir_fd=parent).st_mode)
-            os.chmod(name, mode | 0o700, dir_fd=parent)
-            descriptor = os.open(name, _DIRECTORY, dir_fd=parent)
-        try:
-            yield descriptor
-        finally:
-            if mode is not None:
-                os.fchmod(descriptor, mode)
-            os.close(descriptor)
-
-
 def _entry(parent: int, name: str, path: str, info: os.stat_result, *, ours: bool) -> Entry:
     kind = _KINDS[stat.S_IFMT(info.st_mode)]
-    mode = stat.S_IMODE(info.st_mode)
     if kind is EntryKind.FILE:
-        descriptor = _open_file(parent, name, mode, ours=ours)
+        descriptor = _open(parent, name, ours=ours)
         try:
-            size, digest = _hash(descriptor, path)
+            info, digest = _hash(descriptor, path)
         finally:
             os.close(descriptor)
-        return Entry(path, kind, mode, info.st_mtime_ns, size, digest)
+        mode = stat.S_IMODE(info.st_mode)
+        return Entry(path, kind, mode, info.st_mtime_ns, info.st_size, digest)
+    mode = stat.S_IMODE(info.st_mode)
     target = os.readlink(name, dir_fd=parent) if kind is EntryKind.SYMLINK else None
     return Entry(path, kind, mode, info.st_mtime_ns, target=target)
 
 
-def _open_file(parent: int, name: str, mode: int, *, ours: bool) -> int:
+def _open(parent: int, name: str, *, ours: bool) -> int:
     try:
         return os.open(name, _FILE, dir_fd=parent)
     except PermissionError:
         if not ours:
             raise
-    os.chmod(name, mode | 0o400, dir_fd=parent)
+    with _readable(parent, name, 0o400) as mode:
+        descriptor = os.open(name, _FILE, dir_fd=parent)
     try:
-        return os.open(name, _FILE, dir_fd=parent)
-    finally:
-        os.chmod(name, mode, dir_fd=parent)
+        os.fchmod(descriptor, mode)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def open_file(root: str | Path, path: str, *, ours: bool = False) -> BinaryIO:
-    """Open a regular file of a tree for reading, without following a symlink at its end."""
-    with opened(root) as base, place(base, path) as (parent, name):
-        mode = stat.S_IMODE(os.lstat(name, dir_fd=parent).st_mode) if ours else 0
-        return os.fdopen(_open_file(parent, name, mode, ours=ours), "rb", buffering=0)
+    """Open a regular file of a tree for reading, following no symlink below `root`."""
+    with opened(root) as base, Walk(base, ours=ours) as walk:
+        parent, name = walk.parent(path)
+        descriptor = _open(parent, name, ours=ours)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise EvidenceIncompleteError(f"{path!r} is no longer a file")
+    return os.fdopen(descriptor, "rb", buffering=0)
 
 
-def _hash(descriptor: int, path: str) -> tuple[int, str]:
-    """Give size and SHA-256 of a file that must not change meanwhile."""
+def _hash(descriptor: int, path: str) -> tuple[os.stat_result, str]:
+    """Give status and SHA-256 of a file that must not change meanwhile."""
     before = os.fstat(descriptor)
     if not stat.S_ISREG(before.st_mode):
         raise EvidenceIncompleteError(f"{path!r} is no longer a file")
-    size = 0
+    left = before.st_size
     digest = hashlib.sha256()
-    while size < before.st_size and (
-        chunk := os.read(descriptor, min(before.st_size - size, CHUNK))
-    ):
+    while chunk := os.read(descriptor, min(left, CHUNK) or 1):
         digest.update(chunk)
-        size += len(chunk)
+        left -= len(chunk)
+        if left <= 0:
+            break
     after = os.fstat(descriptor)
-    if size != before.st_size or _version(before) != _version(after):
+    if left or _version(before) != _version(after):
         raise EvidenceIncompleteError(f"{path!r} changed while it was read")
-    return size, digest.hexdigest()
+    return before, digest.hexdigest()
 
 
 def _version(info: os.stat_result) -> tuple[int, int, int]:
@@ -197,7 +269,7 @@ def write_sparse(stream: Readable, descriptor: int) -> tuple[int, str]:
     while chunk := stream.read(CHUNK):
         digest.update(chunk)
         size += len(chunk)
-        if len(chunk) >= 1 << 12 and chunk == _ZEROS[: len(chunk)]:
+        if len(chunk) >= 1 << 12 and _ZEROS.startswith(chunk):
             os.lseek(descriptor, len(chunk), os.SEEK_CUR)
             continue
         view = memoryview(chunk)
@@ -210,34 +282,38 @@ def write_sparse(stream: Readable, descriptor: int) -> tuple[int, str]:
 def build(root: str | Path, manifest: Manifest, content: Callable[[Entry], BinaryIO]) -> None:
     """Make the tree of `manifest` in the empty directory `root`, with files from `content`.
 
-    Modes and times of directories are set last, so that a read-only one can be filled.
+    Modes and times of directories are set last, so that a read-only one can be filled. Nothing is
+    made outside `root`, whatever the manifest says: only what was made here is entered.
 
     Raises:
         OSError: something cannot be made, a socket or a device always.
+        EvidenceIncompleteError: an entry is not below a directory of the manifest.
     """
-    directories: list[Entry] = []
-    with opened(root) as base:
+    directories: dict[str, Entry] = {}
+    with opened(root) as base, Walk(base) as walk:
         for entry in manifest:
-            with place(base, entry.path) as (parent, name):
-                match entry.kind:
-                    case EntryKind.FILE:
-                        with content(entry) as stream:
-                            _make_file(parent, name, entry, stream)
-                    case EntryKind.DIRECTORY:
-                        os.mkdir(name, 0o700, dir_fd=parent)
-                        directories.append(entry)
-                    case EntryKind.SYMLINK:
-                        os.symlink(entry.target or "", name, dir_fd=parent)
-                        times = (entry.mtime_ns, entry.mtime_ns)
-                        os.utime(name, ns=times, dir_fd=parent, follow_symlinks=False)
-                    case EntryKind.FIFO:
-                        os.mkfifo(name, 0o600, dir_fd=parent)
-                        _finish(parent, name, entry)
-                    case _:
-                        raise OSError(errno.ENOTSUP, f"a {entry.kind} cannot be copied", entry.path)
-        for entry in reversed(directories):
-            with place(base, entry.path) as (parent, name):
-                _finish(parent, name, entry)
+            folder, slash, name = entry.path.rpartition("/")
+            if name in {"", ".", ".."} or (slash and folder not in directories):
+                raise EvidenceIncompleteError(f"{entry.path!r} is in no directory of its tree")
+            parent = walk.directory(folder)
+            match entry.kind:
+                case EntryKind.FILE:
+                    with content(entry) as stream:
+                        _make_file(parent, name, entry, stream)
+                case EntryKind.DIRECTORY:
+                    os.mkdir(name, 0o700, dir_fd=parent)
+                    directories[entry.path] = entry
+                case EntryKind.SYMLINK:
+                    os.symlink(entry.target or "", name, dir_fd=parent)
+                    times = (entry.mtime_ns, entry.mtime_ns)
+                    os.utime(name, ns=times, dir_fd=parent, follow_symlinks=False)
+                case EntryKind.FIFO:
+                    os.mkfifo(name, 0o600, dir_fd=parent)
+                    _finish(parent, name, entry)
+                case _:
+                    raise OSError(errno.ENOTSUP, f"a {entry.kind} cannot be copied", entry.path)
+        for entry in reversed(directories.values()):
+            _finish(*walk.parent(entry.path), entry)
 
 
 def _make_file(parent: int, name: str, entry: Entry, stream: BinaryIO) -> None:
@@ -252,23 +328,40 @@ def _make_file(parent: int, name: str, entry: Entry, stream: BinaryIO) -> None:
 
 
 def _copy(stream: BinaryIO, descriptor: int, size: int) -> None:
-    if not _clone(stream, descriptor, size):
+    """Copy a file, sharing its blocks and leaving its holes where the file system can."""
+    try:
+        source = stream.fileno()
+        if os.fstat(source).st_blocks * 512 >= size:
+            _copy_range(source, descriptor, 0, size)
+            return
+        end = 0
+        while end < size and (start := _data(source, end)) is not None:
+            end = min(os.lseek(source, start, os.SEEK_HOLE), size)
+            _copy_range(source, descriptor, start, end)
+        os.ftruncate(descriptor, size)
+    except (OSError, AttributeError):
         stream.seek(0)
         os.lseek(descriptor, 0, os.SEEK_SET)
+        os.ftruncate(descriptor, 0)
         write_sparse(stream, descriptor)
 
 
-def _clone(stream: BinaryIO, descriptor: int, size: int) -> bool:
-    """Copy within the kernel, which shares blocks where the file system can; False if it cannot."""
+def _copy_range(source: int, descriptor: int, start: int, end: int) -> None:
+    while start < end:
+        copied = os.copy_file_range(source, descriptor, min(end - start, 1 << 30), start, start)
+        if copied == 0:
+            break
+        start += copied
+
+
+def _data(source: int, offset: int) -> int | None:
+    """Say where the next data is at or after an offset; None where only a hole is left."""
     try:
-        source = stream.fileno()
-        if os.fstat(source).st_blocks * 512 < size:
-            return False  # it has holes, which the kernel would fill
-        while size > 0 and (copied := os.copy_file_range(source, descriptor, min(size, 1 << 30))):
-            size -= copied
-    except (OSError, AttributeError):
-        return False
-    return True
+        return os.lseek(source, offset, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return None
+        raise
 
 
 def _finish(parent: int, name: str, entry: Entry) -> None:
@@ -282,7 +375,11 @@ def remove(root: str | Path) -> None:
     Raises:
         OSError: something of it is still there.
     """
-    shutil.rmtree(root, ignore_errors=True)
+    if Path(root).is_symlink():  # `chmod -R` would follow it
+        Path(root).unlink()
+        return
+    with suppress(RecursionError):
+        shutil.rmtree(root, ignore_errors=True)
     if not os.path.lexists(root):
         return
     # What `rmtree` could not do: directories without permissions, and trees deeper than it

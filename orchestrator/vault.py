@@ -22,6 +22,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -36,6 +37,7 @@ from .core.errors import EvidenceIncompleteError, VaultError
 from .core.evidence import (
     Changes,
     Entry,
+    EntryKind,
     Manifest,
     Output,
     Receipt,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from .ports import Stream
 
 RECORD_VERSION: Final = 1
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
 @define(eq=False)
@@ -65,9 +68,10 @@ class VaultIntake:
         """Give the files of `manifest` whose content is not here yet, each content once."""
         wanted: dict[str, Entry] = {}
         for entry in manifest:
-            digest = entry.sha256
-            if digest and digest not in wanted and not self._vault.has(digest, entry.size):
-                wanted[digest] = entry
+            if entry.kind is not EntryKind.FILE or entry.sha256 in wanted:
+                continue
+            if entry.sha256 is None or not self._vault.has(entry.sha256, entry.size):
+                wanted[entry.sha256 or ""] = entry
         return list(wanted.values())
 
     def receive(self, entry: Entry, stream: BinaryIO) -> None:
@@ -117,9 +121,10 @@ class Vault:
     def has(self, digest: str, size: int | None = None) -> bool:
         """Tell whether content is here, and of the size that it should have."""
         try:
-            return os.stat(self._object(digest)).st_size == size or size is None
-        except FileNotFoundError:
+            info = os.lstat(self._object(digest))
+        except OSError:
             return False
+        return stat.S_ISREG(info.st_mode) and size in {None, info.st_size}
 
     def content(self, digest: str) -> bytes:
         """Give content.
@@ -128,23 +133,31 @@ class Vault:
             EvidenceIncompleteError: it is not here, or is not what its name says.
         """
         with self.open(digest) as stream:
-            data = stream.read()
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise EvidenceIncompleteError(f"{self._object(digest)} is damaged")
-        return data
+            return stream.read()
 
     def open(self, digest: str) -> BinaryIO:
-        """Open content for reading, unverified.
+        """Open content for reading, after reading it once to see that it is what its name says.
 
         Raises:
-            EvidenceIncompleteError: it is not here.
+            EvidenceIncompleteError: it is not here, or is not what its name says.
         """
+        place = self._object(digest)
         try:
-            return open(self._object(digest), "rb")
+            stream = open(place, "rb")  # noqa: SIM115 - given to the caller, or closed below
         except OSError as error:
             raise EvidenceIncompleteError(
-                f"{self._object(digest)}: {error.strerror}: the content was not kept"
+                f"{place}: {error.strerror}: the content was not kept"
             ) from error
+        try:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+            stream.seek(0)
+        except OSError as error:
+            stream.close()
+            raise EvidenceIncompleteError(f"{place}: {error.strerror}") from error
+        if found != digest:
+            stream.close()
+            raise EvidenceIncompleteError(f"{place} is damaged")
+        return stream
 
     def keep(self, stream: BinaryIO, entry: Entry, *, share: bool) -> tuple[int, str]:
         """Store content under the digest that it turns out to have; give size and digest.
@@ -180,7 +193,11 @@ class Vault:
         """Try to take a file by linking to it, if it is what `entry` says."""
         try:
             source = stream.fileno()
+            stream.seek(0)  # a pipe could not be read a second time
+            info = os.fstat(source)
         except OSError:
+            return False
+        if not stat.S_ISREG(info.st_mode) or info.st_size != entry.size:
             return False
         digest = hashlib.sha256()
         while chunk := stream.read(tree.CHUNK):
@@ -202,6 +219,8 @@ class Vault:
         return True
 
     def _object(self, digest: str) -> str:
+        if not _SHA256.fullmatch(digest):
+            raise EvidenceIncompleteError(f"{digest!r} is no SHA-256, so no content has that name")
         return f"{self._objects}/{digest[:2]}/{digest}"
 
     def _make_place(self, digest: str) -> str:
@@ -219,7 +238,7 @@ class Vault:
         data = manifest.encode()
         digest = hashlib.sha256(data).hexdigest()
         place = self.path / "manifests" / f"{digest}.json"
-        if not place.exists():
+        if not place.exists() or place.stat().st_size != len(data):
             with _storing(self.path):
                 _write_whole(self.path / "staging", place, data)
         return digest
@@ -302,14 +321,18 @@ class Vault:
         ).encode("ascii")
         with _storing(self.path):
             stage = Path(tempfile.mkdtemp(dir=self.path / "staging", prefix=f"{intake.run_id}."))
-            for name, output in outputs.items():
-                _write_new(stage / name, output.head)
-                if output.tail:
-                    _write_new(stage / f"{name}.tail", output.tail)
-            _write_new(stage / "record.json", data)
-            _flush(stage)
-            stage.chmod(0o755)
-            self._put_in_place(stage, self.path / "evidence" / intake.run_id)
+            try:
+                for name, output in outputs.items():
+                    _write_new(stage / name, output.head)
+                    if output.tail:
+                        _write_new(stage / f"{name}.tail", output.tail)
+                _write_new(stage / "record.json", data)
+                _flush(stage)
+                stage.chmod(0o755)
+                self._put_in_place(stage, self.path / "evidence" / intake.run_id)
+            except BaseException:
+                shutil.rmtree(stage, ignore_errors=True)
+                raise
         return Receipt.for_tree(
             intake.run_id,
             intake.baseline,
@@ -321,12 +344,14 @@ class Vault:
 
     def _put_in_place(self, stage: Path, place: Path) -> None:
         """Rename a finished directory; one that a crashed runner left there keeps another name."""
-        if place.exists():
-            if (place / "record.json").read_bytes() == (stage / "record.json").read_bytes():
+        if os.path.lexists(place):
+            if _same_files(stage, place):
                 shutil.rmtree(stage)
                 return
             generation = 1
-            while (older := place.with_name(f"{place.name}.superseded-{generation}")).exists():
+            while os.path.lexists(
+                older := place.with_name(f"{place.name}.superseded-{generation}")
+            ):
                 generation += 1
             place.rename(older)
         stage.rename(place)
@@ -452,13 +477,29 @@ def _write_new(path: Path, data: bytes) -> None:
 
 def _write_whole(staging: Path, place: Path, data: bytes) -> None:
     descriptor, name = tempfile.mkstemp(dir=staging)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(descriptor)
-    os.chmod(name, 0o444)
-    os.replace(name, place)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(descriptor)
+        os.chmod(name, 0o444)
+        os.replace(name, place)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
     _flush(place.parent)
+
+
+def _same_files(one: Path, other: Path) -> bool:
+    """Tell whether two directories have the same files; one that cannot be read is another."""
+    try:
+        names = sorted(os.listdir(one))
+        return names == sorted(os.listdir(other)) and all(
+            (one / name).read_bytes() == (other / name).read_bytes() for name in names
+        )
+    except OSError:
+        return False
 
 
 def _flush(directory: str | Path) -> None:

@@ -93,7 +93,10 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Give the canonical form: equal manifests have equal bytes, whatever made them."""
-        rows = [(e.path, e.kind, e.mode, e.mtime_ns, e.size, e.sha256, e.target) for e in self]
+        rows = [
+            (e.path, e.kind, e.mode, e.mtime_ns, e.size, e.sha256, e.target)
+            for _, e in sorted(self.entries.items())
+        ]
         return json.dumps(rows, separators=(",", ":")).encode("ascii")
 
     @classmethod

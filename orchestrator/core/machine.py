@@ -209,9 +209,9 @@ def begin(run_id: str, retain: Retain = "never") -> Step:
 def advance(run: Run, fact: Fact) -> Step:
     """Take a fact into a run.
 
-    Raises: IllegalFactError: the table does not have the fact in the run's state, or the fact is
-        another
-            run's. Nothing has changed.
+    Raises:
+        IllegalFactError: the table does not have the fact in the run's state, or the fact is
+            another run's. Nothing has changed.
     """
     name = type(fact).__name__
     cursor = _Cursor(run.state)

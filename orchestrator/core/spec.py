@@ -182,15 +182,17 @@ def _freeze_expect(value: Any) -> Expect:
 class EvalSpec:
     """What to run. Equal specs have equal digests.
 
-    Attributes: name: for people; need not be unique. check: the command whose outcome is measured:
-        text for `/bin/sh -c`, or a list of words. workspace: path of the directory to run it over,
-        None for an empty one. Never changed. files: content by path, laid over the workspace.
+    Attributes:
+        name: for people; need not be unique.
+        check: the command whose outcome is measured: text for `/bin/sh -c`, or a list of words.
+        workspace: path of the directory to run it over, None for an empty one. Never changed.
+        files: content by path, laid over the workspace.
         setup: command to run before the check in the same sandbox, not counted as the check's.
-        setup_deadline_s: sandbox-side limit on setup, seconds. deadline_s: sandbox-side limit on
-        the check, seconds from the start of its process. grace_s: seconds between SIGTERM and
-        SIGKILL after the deadline. backstop_s: client-side limit on waiting for the check, seconds;
-        None for deadline, grace and
-            30 s more. One that would cut into deadline and grace is refused.
+        setup_deadline_s: sandbox-side limit on setup, seconds.
+        deadline_s: sandbox-side limit on the check, seconds from the start of its process.
+        grace_s: seconds between SIGTERM and SIGKILL after the deadline.
+        backstop_s: client-side limit on waiting for the check, seconds; None for deadline, grace
+            and 30 s more. One that would cut into deadline and grace is refused.
         env: environment of check and setup, beside PATH, HOME and LANG.
         image: what the sandbox is made of, where the backend has images.
         limits: what the check may use.

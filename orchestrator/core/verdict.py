@@ -42,9 +42,9 @@ class Outcome:
     Attributes:
         kind: the way it ended. `deadline_exceeded` is said only by who enforced the deadline inside
             the sandbox, whatever status the program left with.
-        exit_code: of its own exit, or None. signal: number of the signal that ended it, or None. A
-            shell cannot tell a program that SIGINT or SIGPIPE killed from one that exited 130 or
-            141; those two are given as exits.
+        exit_code: of its own exit, or None.
+        signal: number of the signal that ended it, or None. A shell cannot tell a program that
+            SIGINT or SIGPIPE killed from one that exited 130 or 141; those two are given as exits.
         deadline_s: the deadline that was in force, in seconds.
         elapsed_s: seconds from the start of its process to its end, on the sandbox's clock.
         observed_by: who saw it.
