@@ -11,9 +11,9 @@ never returned.
 
 What a run costs here follows what its check changed. The record holds the changes against the
 manifest of the workspace, which is kept once; content that is here already is not fetched again.
-Content that the check did not change is shared with the sandbox's own copy where the file system
-can (a hard link, in the moment before that copy is destroyed) and is not flushed: it can be had
-from the workspace again.
+Content that the check did not change is copied once and not flushed: until the system has written
+it, it can be had from the workspace again. Nothing is shared with a sandbox by hard links, though
+that would save the copy: whoever wrote to a sandbox that is kept would write to evidence.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class VaultIntake:
         """Take the content of a file; what is not what `entry` says is kept aside and refused."""
         before = self.baseline.entries.get(entry.path)
         unchanged = before is not None and before.same_content(entry)
-        size, digest = self._vault.keep(stream, entry, share=unchanged)
+        size, digest = self._vault.keep(stream, flush=not unchanged)
         arrived = Entry(entry.path, entry.kind, entry.mode, entry.mtime_ns, size, digest)
         self.arrived[entry.path] = arrived
         if digest != entry.sha256:
@@ -159,27 +159,24 @@ class Vault:
             raise EvidenceIncompleteError(f"{place} is damaged")
         return stream
 
-    def keep(self, stream: BinaryIO, entry: Entry, *, share: bool) -> tuple[int, str]:
+    def keep(self, stream: BinaryIO, *, flush: bool) -> tuple[int, str]:
         """Store content under the digest that it turns out to have; give size and digest.
 
         Args:
             stream: the content.
-            entry: what it should be.
-            share: link to the stream's own file where that can be done and it is `entry`'s content.
+            flush: have it on disk, and not only in the system's cache, before it has its name.
         """
-        if share and entry.mode & stat.S_IRUSR and self._link(stream, entry):
-            return entry.size, entry.sha256 or ""
         with _storing(self.path):
             descriptor, name = tempfile.mkstemp(dir=self.path / "staging")
         try:
             size, digest = _write_content(stream, descriptor, self.path)
             with _storing(self.path):
-                if not share:
+                if flush:
                     os.fsync(descriptor)
                 os.fchmod(descriptor, 0o444)
                 place = self._make_place(digest)
                 os.replace(name, place)
-                if not share:
+                if flush:
                     _flush(os.path.dirname(place))
         except BaseException:
             with contextlib.suppress(OSError):
@@ -188,35 +185,6 @@ class Vault:
         finally:
             os.close(descriptor)
         return size, digest
-
-    def _link(self, stream: BinaryIO, entry: Entry) -> bool:
-        """Try to take a file by linking to it, if it is what `entry` says."""
-        try:
-            source = stream.fileno()
-            stream.seek(0)  # a pipe could not be read a second time
-            info = os.fstat(source)
-        except OSError:
-            return False
-        if not stat.S_ISREG(info.st_mode) or info.st_size != entry.size:
-            return False
-        digest = hashlib.sha256()
-        while chunk := stream.read(tree.CHUNK):
-            digest.update(chunk)
-        stream.seek(0)
-        if digest.hexdigest() != entry.sha256:
-            return False
-        try:
-            os.link(
-                f"/proc/self/fd/{source}",
-                self._make_place(entry.sha256),
-                src_dir_fd=source,  # unused by an absolute path, but it makes this linkat(2)
-                follow_symlinks=True,
-            )
-        except FileExistsError:
-            return True
-        except OSError:
-            return False
-        return True
 
     def _object(self, digest: str) -> str:
         if not _SHA256.fullmatch(digest):

@@ -42,7 +42,7 @@ from attrs import Factory, define, evolve, frozen
 from .. import tree
 from ..clock import SystemClock
 from ..core.clocks import Bounds
-from ..core.errors import PermitError, SpecError
+from ..core.errors import EvidenceIncompleteError, PermitError, SpecError
 from ..core.evidence import EntryKind, Manifest, Provenance
 from ..core.expect import nearest
 from ..core.facts import DownloadFailed, Fault, FaultKind, Phase, SandboxRef, UploadFailed
@@ -840,7 +840,7 @@ def large_files_arrive(bench: Bench) -> None:
 @check(case="ports")
 def upload_replaces_what_was_there(bench: Bench) -> None:
     """An upload makes the workspace equal to what is sent, after one that was cut short as well."""
-    sandbox = bench.sandbox(files={"left/over": "1", "changed": "1"})
+    sandbox = bench.sandbox(files={"left/over": "1", "changed": "1", "extra": "1"})
     wanted = _tree(_spec("true", files={"changed": "2", "left": "a file now"}))
     _that(sandbox.upload(wanted) is True, "it was refused, though nothing was started")
     wrong = wanted.manifest().differences(sandbox.manifest())
@@ -930,11 +930,15 @@ def special_files_are_listed(bench: Bench) -> None:
 @check(case="E12")
 def locked_files_come_back(bench: Bench) -> None:
     """What a check took its own permissions from comes back, with the permissions it has."""
-    program = "echo 1 > locked; mkdir closed; echo 2 > closed/in; chmod 0 locked closed"
+    program = (
+        "echo 1 > locked; mkdir -p closed/deeper; echo 2 > closed/in; echo 3 > closed/deeper/in;"
+        "chmod 0 locked closed/in closed/deeper closed"
+    )
     evidence = _passed(bench.run(program))
-    _same("content", (evidence.read("locked"), evidence.read("closed/in")), (b"1\n", b"2\n"))
-    modes = [getattr(evidence.entry(path), "mode", None) for path in ("locked", "closed")]
-    _same("modes", modes, [0, 0])
+    files = {"locked": b"1\n", "closed/in": b"2\n", "closed/deeper/in": b"3\n"}
+    _same("content", {path: evidence.read(path) for path in files}, files)
+    modes = {path: getattr(evidence.entry(path), "mode", None) for path in ("locked", "closed")}
+    _same("modes", modes, {"locked": 0, "closed": 0})
 
 
 @check(case="E2, E3")
@@ -1080,12 +1084,13 @@ def destroyed_sandboxes_are_never_scored(bench: Bench) -> None:
 
 @check(case="C2")
 def recreated_sandboxes_are_never_scored(bench: Bench) -> None:
-    """A blank sandbox that took the place of the one that was checked is found out."""
+    """Another sandbox that took the place of the one that was checked is found out."""
 
     def recreate(run_id: str) -> None:
         bench.kill(run_id)
-        blank = bench.backend.create(run_id, _spec("true"))
-        blank.upload(_tree(_spec("true")))
+        another = bench.backend.create(run_id, _spec("true"))
+        another.upload(_tree(_spec("true")))
+        another.execute(bench.order("true"))
 
     _meanwhile(bench, recreate)
 
@@ -1150,12 +1155,34 @@ def orders_are_executed_once(bench: Bench) -> None:
 def orders_that_come_twice_are_one(bench: Bench) -> None:
     """An order that comes a second time while it runs joins the first, from another backend too."""
     sandbox = bench.sandbox()
-    order = bench.order("echo x >> runs.log; sleep 0.5; exit 7")
+    order = bench.order("echo x >> runs.log; sleep 1; exit 7")
     other = bench.another_backend().open(sandbox.ref.sandbox_id)
     _that(other is not None, "another backend does not find the sandbox")
-    places = [place for place in (sandbox, other, sandbox) if place is not None]
-    _at_once(partial(_exits_with_seven, place, order) for place in places)
+    assert other is not None  # said for the type checker
+
+    def once_begun(place: Sandbox) -> None:
+        _wait_for(sandbox, "runs.log")
+        _exits_with_seven(place, order)
+
+    _at_once(
+        [
+            partial(_exits_with_seven, sandbox, order),
+            partial(_exits_with_seven, other, order),
+            partial(once_begun, sandbox),
+            partial(once_begun, other),
+        ]
+    )
     _ran_once(bench, sandbox)
+
+
+def _wait_for(sandbox: Sandbox, *names: str) -> None:
+    """Wait until a program has made files, but not for longer than it would take a slow one."""
+    end = time.monotonic() + 5.0
+    while time.monotonic() < end:
+        with suppress(EvidenceIncompleteError):  # it moves while it is read, as it should
+            if set(names) <= set(sandbox.manifest().entries):
+                return
+        time.sleep(0.02)
 
 
 def _exits_with_seven(sandbox: Sandbox, order: Order) -> None:
@@ -1197,20 +1224,11 @@ def settling_stops_what_runs(bench: Bench) -> None:
     order = bench.order("sh ./leave child & sh ./leave ticks")
     with ThreadPoolExecutor(1) as pool:
         executing = pool.submit(sandbox.execute, order)
-        end = time.monotonic() + 5.0
-        while not _begun(sandbox, "child", "ticks") and time.monotonic() < end:
-            time.sleep(0.02)
+        _wait_for(sandbox, "child", "ticks")
         _ended(sandbox.settle(order), Ending.STOPPED)
         manifest = _holds_still(sandbox)
         _ended(executing.result(), Ending.STOPPED)
     _that({"child", "ticks"} <= set(manifest.entries), "it never ran")
-
-
-def _begun(sandbox: Sandbox, *names: str) -> bool:
-    try:
-        return set(names) <= set(sandbox.manifest().entries)
-    except Exception:  # noqa: BLE001 - it moves while it is read, as it should
-        return False
 
 
 @check(case="A15")

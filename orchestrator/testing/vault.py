@@ -10,7 +10,7 @@ from ..core.errors import (
     EvidenceIncompleteError,
     VaultError,
 )
-from ..core.evidence import Changes, Entry, Manifest, Receipt
+from ..core.evidence import Changes, Manifest, Receipt
 from ..evidence import Evidence
 from ..vault import Vault, VaultIntake
 from .faults import Way
@@ -46,9 +46,9 @@ class SimulatedVault(Vault):
             raise EvidenceIncompleteError(f"{digest} was not kept")
         return self._contents[digest]
 
-    def keep(self, stream: BinaryIO, entry: Entry, *, share: bool) -> tuple[int, str]:
+    def keep(self, stream: BinaryIO, *, flush: bool) -> tuple[int, str]:
         """Keep content."""
-        del entry, share
+        del flush
         self._check_disk()
         data = stream.read()
         digest = hashlib.sha256(data).hexdigest()
