@@ -4,7 +4,8 @@ One SQLite file in WAL mode. An entry is an intent (the command about to be perf
 (what came of it); entries are only ever added, numbered from 1 within their run, and `PRIMARY KEY
 (run_id, seq)` makes the file itself refuse a second writer of the same run. A fact and the intent
 that follows from it are one transaction, and it is on disk before the command is performed
-(`synchronous=FULL`). The state of a run is nowhere: it is the fold of its facts.
+(`synchronous=FULL`). The state of a run is nowhere: it is the fold of its facts. Each entry has a
+digest of itself and of the entry before it, so that damage is found and never folded.
 
 Who may drive a run is settled by a lock file for each live runner, held by the kernel for as long
 as the process lives: no process id is compared, so none can be reused.
@@ -16,6 +17,8 @@ anything is opened for writing, and stays byte for byte as it was.
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
 import secrets
 import sqlite3
@@ -23,7 +26,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import frozen
 
@@ -31,44 +34,14 @@ from .codec import FACTS, decode, encode
 from .core.errors import JournalConflictError, JournalError, OrchestratorError
 from .core.machine import Command, Step, begin, replay
 from .core.spec import EvalSpec
+from .journalfile import alone, connect, create, inspect
 from .ports import RunRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from .core.facts import Fact
 
-
-APPLICATION_ID: Final = 0x6576616C  # "eval"
-SCHEMA_VERSION: Final = 1
-_MAGIC: Final = b"SQLite format 3\0"
-_SCHEMA: Final = """
-CREATE TABLE runs (
-    run_id TEXT PRIMARY KEY,
-    name TEXT NOT NULL,
-    backend TEXT NOT NULL,
-    isolation TEXT NOT NULL,
-    spec TEXT NOT NULL,
-    spec_digest TEXT NOT NULL,
-    nonce TEXT NOT NULL,
-    retry_of TEXT,
-    created_at REAL NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE entries (
-    run_id TEXT NOT NULL REFERENCES runs,
-    seq INTEGER NOT NULL,
-    kind TEXT NOT NULL CHECK (kind IN ('intent', 'fact', 'owner')),
-    name TEXT NOT NULL,
-    payload TEXT NOT NULL,
-    at REAL NOT NULL,
-    PRIMARY KEY (run_id, seq)
-) WITHOUT ROWID;
-CREATE TRIGGER runs_stay BEFORE DELETE ON runs BEGIN SELECT RAISE(ABORT, 'append-only'); END;
-CREATE TRIGGER entries_stay BEFORE DELETE ON entries BEGIN SELECT RAISE(ABORT, 'append-only'); END;
-CREATE TRIGGER runs_hold BEFORE UPDATE ON runs BEGIN SELECT RAISE(ABORT, 'append-only'); END;
-CREATE TRIGGER entries_hold BEFORE UPDATE ON entries BEGIN SELECT RAISE(ABORT, 'append-only'); END;
-"""
-_BUSY_S: Final = 60.0
 
 T = TypeVar("T")
 
@@ -92,6 +65,14 @@ class JournalEntry:
     fact: Fact | None
 
 
+@frozen
+class _Last:
+    """The last entry of a run that is driven here: what the next one follows."""
+
+    seq: int
+    digest: str
+
+
 class Journal:
     """The journal at a path. Safe to share among threads, and among processes by its path."""
 
@@ -101,15 +82,16 @@ class Journal:
         Raises:
             JournalError: the file is damaged, foreign or newer. It is left as it was.
         """
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         self._lock = threading.Lock()
-        self._seqs: dict[str, int] = {}
+        self._driven: dict[str, _Last] = {}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if not self.path.exists() or self.path.stat().st_size == 0:
-                _create(self.path)
-            _inspect(self.path)
-            self._connection = _connect(self.path)
+            with alone(self.path):
+                if not self.path.exists():
+                    create(self.path)
+                inspect(self.path)
+                self._connection = connect(self.path)
         except OSError as error:
             raise JournalError(f"journal {self.path}: {error.strerror}") from error
         except sqlite3.Error as error:
@@ -122,6 +104,7 @@ class Journal:
         """Close the file and let go of the runs that this process drives."""
         with self._lock:
             self._connection.close()
+            self._driven.clear()
             if self._owner_lock is not None:
                 with suppress(FileNotFoundError):
                     (self._runners / self.owner).unlink()
@@ -156,21 +139,22 @@ class Journal:
         )
         step = begin(run_id, spec.retain)
         with self._transaction(run_id) as connection:
-            connection.execute(
-                "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    run_id,
-                    spec.name,
-                    backend,
-                    isolation,
-                    encode(spec),
-                    spec.digest,
-                    record.nonce,
-                    retry_of,
-                    record.created_at,
-                ),
+            row = (
+                run_id,
+                spec.name,
+                backend,
+                isolation,
+                encode(spec),
+                spec.digest,
+                record.nonce,
+                retry_of,
+                record.created_at,
             )
-            self._seqs[run_id] = 0
+            digest = _digest(row)
+            connection.execute(
+                "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, digest)
+            )
+            self._driven[run_id] = _Last(0, digest)
             self._add(run_id, "owner", self._own(), "{}")
             self._add_intent(run_id, step.command)
         return record, step
@@ -182,12 +166,19 @@ class Journal:
             JournalConflictError: its runner is alive, or another one took it over just now.
             JournalError: there is no such run, or it could not be written.
         """
-        last = self._last(run_id)
-        if self.owner_of(run_id) != self.owner and self.driven(run_id):
+        last = self._verified(run_id)[-1]
+        if self.driven(run_id):
             raise JournalConflictError(f"run {run_id} is being driven by a live runner")
         with self._transaction(run_id):
-            self._seqs[run_id] = last
+            if run_id in self._driven:
+                raise JournalConflictError(f"run {run_id} is being driven by this runner")
+            self._driven[run_id] = _Last(last[0], last[-1])
             self._add(run_id, "owner", self._own(), "{}")
+
+    def release(self, run_id: str) -> None:
+        """Let go of a run: it is finished, or stopped where it is, to be taken up again."""
+        with self._lock:
+            self._driven.pop(run_id, None)
 
     def append(self, run_id: str, fact: Fact, command: Command | None) -> None:
         """Record a fact and the intent to perform the command that follows from it.
@@ -197,6 +188,8 @@ class Journal:
             JournalError: it could not be written; neither is recorded.
         """
         with self._transaction(run_id):
+            if run_id not in self._driven:
+                raise JournalConflictError(f"run {run_id} is not driven by this runner")
             payload = encode(fact)
             self._add(run_id, "fact", type(fact).__name__, payload)
             self._add_intent(run_id, command)
@@ -206,16 +199,16 @@ class Journal:
             self._add(run_id, "intent", type(command).__name__, "{}")
 
     def _add(self, run_id: str, kind: str, name: str, payload: str) -> None:
-        self._seqs[run_id] += 1
-        self._connection.execute(
-            "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?)",
-            (run_id, self._seqs[run_id], kind, name, payload, time.time()),
-        )
+        last = self._driven[run_id]
+        row = (run_id, last.seq + 1, kind, name, payload, time.time())
+        digest = _digest((last.digest, *row))
+        self._connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, digest))
+        self._driven[run_id] = _Last(last.seq + 1, digest)
 
     @contextmanager
     def _transaction(self, run_id: str) -> Iterator[sqlite3.Connection]:
         with self._lock:
-            before = self._seqs.get(run_id)
+            before = self._driven.get(run_id)
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 try:
@@ -224,15 +217,16 @@ class Journal:
                 except BaseException:
                     with suppress(sqlite3.Error):
                         self._connection.execute("ROLLBACK")
+                    self._driven.pop(run_id, None)
                     if before is not None:
-                        self._seqs[run_id] = before
+                        self._driven[run_id] = before
                     raise
             except sqlite3.IntegrityError as error:
                 raise JournalConflictError(
                     f"journal {self.path}: another runner has written to run {run_id}; "
                     "this one stops driving it"
                 ) from error
-            except sqlite3.Error as error:
+            except (sqlite3.Error, OSError) as error:
                 raise JournalError(
                     f"journal {self.path}: run {run_id}: {error}; "
                     "nothing that was written is lost: make room or mend it, then resume"
@@ -258,20 +252,25 @@ class Journal:
             descriptor = os.open(place, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
+        except OSError:
+            return True  # somebody else's: nothing proves that it is dead
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Shared among those who look: only the runner itself is in their way.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
         finally:
             os.close(descriptor)
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             place.unlink()
         return False
 
     def driven(self, run_id: str) -> bool:
         """Tell whether a live runner, this one included, drives a run."""
         owner = self.owner_of(run_id)
-        return bool(owner) and (owner == self.owner or self._alive(owner))
+        if owner == self.owner:
+            return run_id in self._driven
+        return bool(owner) and self._alive(owner)
 
     def owner_of(self, run_id: str) -> str:
         """Give the name of the runner that drives, or drove, a run."""
@@ -295,13 +294,16 @@ class Journal:
             JournalError: there is no such run, or its record cannot be read.
         """
         rows = self._read(
-            "SELECT spec, backend, isolation, nonce, retry_of, created_at "
-            "FROM runs WHERE run_id = ?",
+            "SELECT run_id, name, backend, isolation, spec, spec_digest, nonce, retry_of, "
+            "created_at, digest FROM runs WHERE run_id = ?",
             run_id,
         )
         if not rows:
             raise JournalError(f"journal {self.path}: there is no run {run_id}")
-        spec, backend, isolation, nonce, retry_of, created_at = rows[0]
+        *row, digest = rows[0]
+        if _digest(row) != digest:
+            raise JournalError(f"journal {self.path}: the record of run {run_id} is damaged")
+        _, _, backend, isolation, spec, _, nonce, retry_of, created_at = row
         return RunRecord(
             run_id=run_id,
             spec=self._structure(spec, EvalSpec, run_id),
@@ -318,17 +320,31 @@ class Journal:
         Raises:
             JournalError: there is no such run, an entry is missing, or one cannot be read.
         """
-        rows = self._read(
-            "SELECT seq, kind, name, payload, at FROM entries WHERE run_id = ? ORDER BY seq", run_id
-        )
-        if not rows or [row[0] for row in rows] != list(range(1, len(rows) + 1)):
-            raise JournalError(f"journal {self.path}: entries of run {run_id} are missing")
         return [
             JournalEntry(
                 seq=seq, kind=kind, name=name, at=at, fact=self._fact(kind, name, payload, run_id)
             )
-            for seq, kind, name, payload, at in rows
+            for seq, kind, name, payload, at, _ in self._verified(run_id)
         ]
+
+    def _verified(self, run_id: str) -> list[tuple[Any, ...]]:
+        """Give the rows of a run, each proven to be as it was written after the one before it."""
+        rows = self._read(
+            "SELECT seq, kind, name, payload, at, digest FROM entries WHERE run_id = ? "
+            "ORDER BY seq",
+            run_id,
+        )
+        begun = self._read("SELECT digest FROM runs WHERE run_id = ?", run_id)
+        if not rows or not begun or [row[0] for row in rows] != list(range(1, len(rows) + 1)):
+            raise JournalError(f"journal {self.path}: entries of run {run_id} are missing")
+        previous = begun[0][0]
+        for *row, digest in rows:
+            if _digest((previous, run_id, *row)) != digest:
+                raise JournalError(
+                    f"journal {self.path}: entry {row[0]} of run {run_id} is damaged"
+                )
+            previous = digest
+        return rows
 
     def _fact(self, kind: str, name: str, payload: str, run_id: str) -> Fact | None:
         if kind != "fact":
@@ -349,14 +365,11 @@ class Journal:
         except OrchestratorError as error:
             raise JournalError(f"journal {self.path}: {error}") from error
 
-    def _last(self, run_id: str) -> int:
-        return self.entries(run_id)[-1].seq
-
     def _read(self, query: str, *arguments: object) -> list[tuple[Any, ...]]:
         with self._lock:
             try:
                 return self._connection.execute(query, arguments).fetchall()
-            except sqlite3.Error as error:
+            except (sqlite3.Error, UnicodeError) as error:
                 raise JournalError(f"journal {self.path}: {error}") from error
 
     def _structure(self, payload: str, kind: type[T], run_id: str) -> T:
@@ -366,58 +379,5 @@ class Journal:
             raise JournalError(f"journal {self.path}: run {run_id}: {error}") from error
 
 
-def _create(path: Path) -> None:
-    """Make an empty journal, whole or not at all, however many processes do so at once."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    connection = sqlite3.connect(draft, isolation_level=None)
-    try:
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        connection.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
-        connection.close()
-        with path.parent.joinpath(f".{path.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists() or path.stat().st_size == 0:
-                draft.replace(path)
-    finally:
-        connection.close()
-        draft.unlink(missing_ok=True)
-
-
-def _inspect(path: Path) -> None:
-    """Refuse a file that is not a whole journal of this version, without opening it for writing."""
-    with path.open("rb") as file:
-        header = file.read(100)
-    if len(header) < 100 or not header.startswith(_MAGIC):  # noqa: PLR2004 - SQLite's header
-        raise JournalError(
-            f"journal {path}: not a journal, or damaged in its first bytes; left as it is"
-        )
-    application = int.from_bytes(header[68:72], "big")
-    version = int.from_bytes(header[60:64], "big")
-    if application != APPLICATION_ID:
-        raise JournalError(f"journal {path}: an SQLite file of another program; left as it is")
-    if version != SCHEMA_VERSION:
-        raise JournalError(
-            f"journal {path}: written by version {version} of the journal, this is version "
-            f"{SCHEMA_VERSION}; left as it is, use the program that wrote it"
-        )
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=_BUSY_S)
-    try:
-        connection.execute("PRAGMA mmap_size = 268435456")
-        findings = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
-    except sqlite3.DatabaseError as error:
-        findings = [str(error)]
-    finally:
-        connection.close()
-    if findings != ["ok"]:
-        raise JournalError(f"journal {path}: damaged ({findings[0]}); left as it is")
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(
-        path, isolation_level=None, check_same_thread=False, timeout=_BUSY_S
-    )
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA foreign_keys = ON")
-    return connection
+def _digest(row: Iterable[object]) -> str:
+    return hashlib.sha256(json.dumps(list(row), default=repr).encode()).hexdigest()

@@ -238,6 +238,9 @@ class Journal(Protocol):
     def take_over(self, run_id: str) -> None:
         """Become the owner of a run whose runner is gone."""
 
+    def release(self, run_id: str) -> None:
+        """Let go of a run: it is finished, or stopped where it is, to be taken up again."""
+
     def record(self, run_id: str) -> RunRecord:
         """Give a run as it was begun."""
 

@@ -280,14 +280,17 @@ class Runner:
             record,
             cancellation,
         )
-        self._observer(Progress(record, step.run, None, step.command))
-        yield step
-        while step.command is not None:
-            fact = performer.perform(step.run, step.command)
-            step = advance(step.run, fact)
-            self.journal.append(record.run_id, fact, step.command)
-            self._observer(Progress(record, step.run, fact, step.command))
+        try:
+            self._observer(Progress(record, step.run, None, step.command))
             yield step
+            while step.command is not None:
+                fact = performer.perform(step.run, step.command)
+                step = advance(step.run, fact)
+                self.journal.append(record.run_id, fact, step.command)
+                self._observer(Progress(record, step.run, fact, step.command))
+                yield step
+        finally:
+            self.journal.release(record.run_id)
 
 
 def time_sorted_run_id() -> str:

@@ -72,6 +72,8 @@ class SpecWorkspace:
         if self.leave_out is None:
             return None
         inside, root = self.leave_out.resolve(), directory.resolve()
+        if inside == root:
+            raise WorkspaceError(f"workspace {directory}: it is the runner's own state directory")
         return str(inside.relative_to(root)) if inside.is_relative_to(root) else None
 
     def _lay(self, entries: dict[str, Entry], entry: Entry) -> None:

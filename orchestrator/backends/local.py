@@ -145,13 +145,13 @@ class LocalSandbox:
         started = None
         if not (record / "claim").exists():
             self._write_request(record, order)
-            started = self._launch("run", record)
+            started = self._launcher.run(record, *self._guest("run", record))
             wait(started)
         done = self._finished(record, order)
         if done is None and (claim := read_claim(record)) is not None and claim.pid != started:
             wait(claim.pid, claim.born)
             done = self._finished(record, order)
-        return done or self._lost(ours=started is not None)
+        return done or self._lost(record)
 
     def settle(self, order: Order) -> Record:
         """Run the guest's `settle`, which stops the command and sees that it never starts again."""
@@ -160,10 +160,15 @@ class LocalSandbox:
         record.mkdir(mode=0o700, exist_ok=True)
         done = self._finished(record, order)
         if done is None:
-            self._write_request(record, order)
-            wait(self._launch("settle", record))
+            if not (
+                record / "claim"
+            ).exists():  # else nothing of it is needed; there may be no room
+                self._write_request(record, order)
+            wait(self._launcher.start(*self._guest("settle", record)))
             done = self._finished(record, order)
-        return done or self._lost(ours=True)
+            if done and done.ending is Ending.NOT_STARTED and self._launcher.runs(record):
+                done = None  # the command took its record away
+        return done or self._lost(record)
 
     def fetch(self, entries: Iterable[Entry], slot: Slot, intake: Intake) -> None:
         """Deliver files straight from the directory."""
@@ -225,8 +230,8 @@ class LocalSandbox:
         draft.write_bytes(os.fsencode(text))
         draft.rename(record / "request")
 
-    def _launch(self, verb: str, record: Path) -> int:
-        return self._launcher.start(
+    def _guest(self, verb: str, record: Path) -> tuple[list[str], dict[str, str], str]:
+        return (
             [self.shell, str(guest.SUPERVISOR), verb, str(record)],
             {"PATH": guest.SANE_PATH},
             str(self.home),
@@ -235,21 +240,21 @@ class LocalSandbox:
     def _finished(self, record: Path, order: Order) -> Record | None:
         try:
             text = (record / "ended").read_text("utf-8", "surrogateescape")
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             return None
         done = guest.parse(text, order.nonce)
         if done is None:
-            return guest.lost(f"{record / 'ended'} was not written by the supervisor", still=False)
+            return None  # not written by the supervisor
         if done.ending is not Ending.NOT_STARTED and done.ending is not Ending.LOST:
             for stream in ("stdout", "stderr"):
                 if not (record / f"{stream}.size").exists() or (record / f"{stream}.lost").exists():
                     return guest.lost(f"{stream} of the command was not kept", still=done.still)
         return done
 
-    def _lost(self, *, ours: bool) -> Record:
-        """Give the record of a command whose supervisor died without one."""
+    def _lost(self, record: Path) -> Record:
+        """Give the record of a command that has none, and stop what is left of it."""
         rebooted = self.ref.identity.split(" ")[-1] != _boot()
-        still = rebooted or (ours and self._launcher.purge())
+        still = rebooted or self._launcher.purge(record)
         return guest.lost("its supervisor ended without a record", still=still)
 
 

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from attrs import field, frozen
-from attrs.validators import gt
+
+if TYPE_CHECKING:
+    from attrs import Attribute
+
+
+def _ends(instance: object, attribute: Attribute[Any], value: float) -> None:
+    del instance
+    if not 0 < value < 1e9:  # noqa: PLR2004 - what threads can wait for
+        raise ValueError(f"{attribute.name}: got {value!r}, expected seconds above 0")
 
 
 @frozen(kw_only=True)
@@ -14,11 +24,11 @@ class Bounds:
     deadline; setup's follows from its deadline in the same way.
     """
 
-    upload_s: float = field(default=600.0, validator=gt(0))
-    settle_s: float = field(default=30.0, validator=gt(0))
-    download_s: float = field(default=600.0, validator=gt(0))
-    destroy_s: float = field(default=60.0, validator=gt(0))
-    score_s: float = field(default=120.0, validator=gt(0))
+    upload_s: float = field(default=600.0, validator=_ends)
+    settle_s: float = field(default=30.0, validator=_ends)
+    download_s: float = field(default=600.0, validator=_ends)
+    destroy_s: float = field(default=60.0, validator=_ends)
+    score_s: float = field(default=120.0, validator=_ends)
 
 
 def latest_start_s(deadline_s: float, grace_s: float, backstop_s: float) -> float:

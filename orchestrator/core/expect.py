@@ -64,6 +64,12 @@ class FileExpectation:
     sha256: str | None = None
     unchanged: bool | None = None
 
+    def __attrs_post_init__(self) -> None:
+        """Refuse what cannot be meant, also where it was not read from a table."""
+        said = {name: getattr(self, name) for name in fields_dict(type(self))}
+        self._check({name: it for name, it in said.items() if it is not None}, "expect.files[]")
+        object.__setattr__(self, "path", str(PurePosixPath(self.path)))
+
     @classmethod
     def of(cls, value: object, where: str) -> FileExpectation:
         """Take a table, refusing what cannot be meant.
@@ -76,6 +82,11 @@ class FileExpectation:
         if not isinstance(value, Mapping):
             raise SpecError(where, f"got {value!r}", "a table with a path")
         refuse_unknown(value, fields_dict(cls), f"{where}.")
+        cls._check(value, where)
+        return cls(**value)
+
+    @staticmethod
+    def _check(value: Mapping[str, Any], where: str) -> None:
         path = value.get("path")
         if not isinstance(path, str) or "\0" in path or not inside(path):
             raise SpecError(f"{where}.path", f"got {path!r}", "a relative path without `..`")
@@ -96,7 +107,6 @@ class FileExpectation:
             raise SpecError(where, "expects nothing of the file", "exists, equals, contains, …")
         if value.get("exists") is False and len(value) > 2:  # noqa: PLR2004
             raise SpecError(f"{where}.exists", "false beside other keys", "only a path beside it")
-        return cls(**{**value, "path": str(PurePosixPath(path))})
 
 
 @frozen(kw_only=True)
@@ -128,6 +138,20 @@ class Expect:
     predicates: Mapping[str, Predicate | None] = MappingProxyType({})
     """None in place of a function whose spec came back from a journal, which cannot hold code."""
 
+    def __attrs_post_init__(self) -> None:
+        """Refuse what cannot be meant, also where it was not read from a table."""
+        said = {name: getattr(self, name) for name in fields_dict(type(self))}
+        predicates = MappingProxyType(dict(said.pop("predicates")))
+        for name, test in predicates.items():
+            if not isinstance(name, str) or not (test is None or callable(test)):
+                raise SpecError(f"expect.{name}", f"got {test!r}", "a name and a function")
+        object.__setattr__(self, "predicates", predicates)
+        given = {name: test for name, test in said.items() if test is not None and test != ()}
+        if not given and not predicates:
+            raise SpecError("expect", "is empty", "an expectation, or no table for exit_code = 0")
+        for name, test in given.items():
+            object.__setattr__(self, name, self._value(name, test))
+
     @classmethod
     def of(cls, value: object) -> Expect:
         """Take expectations from a mapping: known keys with plain values, any name with a function.
@@ -141,8 +165,6 @@ class Expect:
             return cls(exit_code=0)
         if not isinstance(value, Mapping):
             raise SpecError("expect", f"got {value!r}", "a table")
-        if not value:
-            raise SpecError("expect", "is empty", "an expectation, or no table for exit_code = 0")
         predicates = {name: test for name, test in value.items() if callable(test)}
         given = {name: test for name, test in value.items() if not callable(test)}
         known = [name for name in fields_dict(cls) if name != "predicates"]

@@ -22,6 +22,7 @@ from attrs import Factory, define, evolve, frozen
 from transitions import Machine, MachineError
 
 from .errors import IllegalFactError
+from .evidence import Receipt
 from .facts import (
     Checked,
     CheckLost,
@@ -47,7 +48,6 @@ from .verdict import ExpectationResult, Outcome, Reason, Verdict
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from .evidence import Receipt
     from .table import Table
 
 FINAL = final_states()
@@ -210,17 +210,18 @@ def advance(run: Run, fact: Fact) -> Step:
     """Take a fact into a run.
 
     Raises:
-        IllegalFactError: the table does not have the fact in the run's state, or the fact is
-            another run's. Nothing has changed.
+        IllegalFactError: the table does not have the fact in the run's state, or what the fact
+            carries does not prove it. Nothing has changed.
     """
     name = type(fact).__name__
+    if type(fact) not in _PHASES:
+        raise _illegal(run, name)
     cursor = _Cursor(run.state)
     try:
         _ENGINE.events[name].trigger(cursor)
-    except (MachineError, KeyError):
+    except MachineError:
         raise _illegal(run, name) from None
-    if isinstance(fact, Downloaded | DownloadFailed):
-        _check_receipt(run, fact)
+    _check_claim(run, fact)
     after = _fold(run, fact, cursor.state)
     return Step(after, _command(after))
 
@@ -271,20 +272,59 @@ def _illegal(run: Run, fact: str, why: str = "") -> IllegalFactError:
     return IllegalFactError(run_id=run.run_id, state=run.state, fact=fact, legal=legal, why=why)
 
 
+_CAUSES: Mapping[type[Fact], tuple[Phase, ...]] = {
+    UploadFailed: (Phase.UPLOAD, Phase.SETUP, Phase.SETTLE),
+    Checked: (Phase.CHECK, Phase.SETTLE),
+    ClientTimedOut: (Phase.CHECK,),
+    CheckLost: (Phase.CHECK, Phase.SETTLE),
+    Downloaded: (Phase.DOWNLOAD,),
+    DownloadFailed: (Phase.DOWNLOAD,),
+    CleanupFailed: (Phase.DESTROY,),
+    ScoringFailed: (Phase.SCORE,),
+}
+"""The phases whose faults a fact may carry: `reason` reads the phase, and has to find one."""
+
+
+def _faults(fact: Fact) -> tuple[Fault, ...]:
+    """Give the faults that a fact carries: of a failed download in order, else the cause first."""
+    cause = (fact.fault,) if hasattr(fact, "fault") else ()
+    beside = getattr(fact, "faults", ())
+    return (*beside, *cause) if isinstance(fact, DownloadFailed) else (*cause, *beside)
+
+
+def _check_claim(run: Run, fact: Fact) -> None:
+    """Refuse a fact that carries something which does not prove it."""
+    name = type(fact).__name__
+    for fault in _faults(fact):
+        kept = _on_purpose(fault) and not isinstance(fact, CleanupFailed)
+        if fault.phase not in _CAUSES[type(fact)] or kept:
+            raise _illegal(run, name, f"a fault of {fault.phase}, {fault.kind}, is no cause of it")
+    if isinstance(fact, Downloaded | DownloadFailed):
+        _check_receipt(run, fact)
+    if isinstance(fact, Scored):
+        unknown = [found.name for found in fact.expectations if not isinstance(found.passed, bool)]
+        if unknown or not fact.expectations:
+            which = f"expectation {unknown[0]!r}" if unknown else "no expectation"
+            raise _illegal(run, name, f"{which} was {'not ' if unknown else ''}evaluated")
+
+
 def _check_receipt(run: Run, fact: Downloaded | DownloadFailed) -> None:
     """Refuse a receipt that does not prove what the fact says."""
     name, receipt = type(fact).__name__, fact.receipt
-    if receipt is not None and receipt.run_id != run.run_id:
+    if receipt is None and isinstance(fact, DownloadFailed):
+        return
+    if not isinstance(receipt, Receipt):
+        raise _illegal(run, name, f"{receipt!r} is no receipt")
+    if receipt.run_id != run.run_id:
         raise _illegal(run, name, f"its receipt is for run {receipt.run_id}")
     sealed = isinstance(fact, Downloaded) and run.state is State.CHECKED
-    if receipt is not None and receipt.sealed != sealed:
+    if receipt.sealed != sealed:
         raise _illegal(run, name, f"its receipt says sealed={receipt.sealed}")
 
 
-def _fold(run: Run, fact: Fact, state: str) -> Run:  # noqa: C901 - a case for each fact
+def _fold(run: Run, fact: Fact, state: str) -> Run:
     """Give the run with the fact taken in."""
     changed: dict[str, Any] = {"state": State(state)}
-    faults: tuple[Fault, ...] = ()
     match fact:
         case Uploaded():
             changed |= {
@@ -294,29 +334,17 @@ def _fold(run: Run, fact: Fact, state: str) -> Run:  # noqa: C901 - a case for e
             }
         case UploadFailed():
             changed["sandbox"] = fact.sandbox
-            faults = (fact.fault, *fact.faults)
         case Checked():
             late = run.state is State.CLIENT_TIMED_OUT
             changed["outcome"] = evolve(fact.outcome, settled_after_client_timeout=late)
-            faults = fact.faults
-        case ClientTimedOut() | CleanupFailed():
-            faults = (fact.fault,)
-        case CheckLost():
-            faults = (fact.fault, *fact.faults)
-        case Downloaded():
+        case Downloaded() | DownloadFailed():
             changed["receipt"] = fact.receipt
-            faults = fact.faults
-        case DownloadFailed():
-            changed["receipt"] = fact.receipt
-            faults = (*fact.faults, fact.fault)
         case CleanedUp():
             changed["sandbox_gone"] = True
-        case Scored():
+        case Scored() | ScoringFailed():
             changed["expectations"] = fact.expectations
-        case ScoringFailed():
-            changed["expectations"] = fact.expectations
-            faults = (fact.fault,)
-    changed["faults"] = run.faults + tuple(fault for fault in faults if not _on_purpose(fault))
+    faults = (fault for fault in _faults(fact) if not _on_purpose(fault))
+    changed["faults"] = (*run.faults, *faults)
     changed["timings"] = _timings(run.timings, fact)
     return evolve(run, **changed)
 
@@ -354,10 +382,10 @@ def _on_purpose(fault: Fault) -> bool:
 def _reason(fault: Fault) -> Reason | None:
     """Give the reason that a fault is for an unresolved verdict, None where it is none."""
     match fault.phase, fault.kind:
+        case ((Phase.UPLOAD | Phase.SETUP), FaultKind.CANCELLED):
+            return Reason.CANCELLED
         case Phase.SETUP, _:
             return Reason.SETUP_FAILED
-        case Phase.UPLOAD, FaultKind.CANCELLED:
-            return Reason.CANCELLED
         case Phase.UPLOAD, _:
             return Reason.UPLOAD_FAILED
         case Phase.CHECK, FaultKind.CANCELLED:

@@ -6,6 +6,7 @@ for the same reasons in the same words. Every refusal is a `SpecError` that name
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import json
 import re
@@ -32,6 +33,14 @@ BACKSTOP_SLACK_S: Final = 30.0
 """Default time beyond deadline and grace for the check to be started and its end to be seen."""
 
 
+def _view(table: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    return MappingProxyType(table)
+
+
+# Specs are sent to other processes, and Python has no way of its own to send a read-only view.
+copyreg.pickle(MappingProxyType, lambda view: (_view, (dict(view),)))
+
+
 def _refuse(attribute: Attribute[Any], value: object, expected: str, where: str = "") -> SpecError:
     return SpecError(f"{where}{attribute.name}", f"got {value!r}", expected)
 
@@ -40,6 +49,23 @@ def _number(instance: object, attribute: Attribute[Any], value: object) -> None:
     del instance
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:  # noqa: PLR2004
         raise _refuse(attribute, value, "a number of seconds above 0")
+
+
+def _real(value: Any) -> Any:
+    """Give a whole number as the float it equals, so that equal specs have one digest."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if whole and abs(value) < 1e9 else value  # noqa: PLR2004
+
+
+def _utf8(value: str) -> bool:
+    """Tell whether text can be stored as UTF-8: lone surrogates cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _name(instance: object, attribute: Attribute[Any], value: object) -> None:
+    _text(instance, attribute, value)
+    if isinstance(value, str) and not _utf8(value):
+        raise _refuse(attribute, value, "text that UTF-8 can hold")
 
 
 def _text(instance: object, attribute: Attribute[Any], value: object) -> None:
@@ -65,15 +91,15 @@ def _freeze_command(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _freeze_path(value: Any) -> str | None:
-    return value if value is None else str(value)
+def _freeze_path(value: Any) -> Any:
+    return str(value) if isinstance(value, PurePosixPath) else value
 
 
 def _checked_files(instance: object, attribute: Attribute[Any], value: Mapping[Any, Any]) -> None:
     del instance
     for path, content in value.items():
         key = f"{attribute.name}.{path}"
-        if not isinstance(path, str) or "\0" in path or not inside(path):
+        if "\0" in path or not inside(path):
             raise SpecError(key, "leads outside", "a relative path without `..`")
         if not isinstance(content, bytes):
             raise SpecError(key, f"got {type(content).__name__}", "text or bytes")
@@ -86,12 +112,17 @@ def _checked_files(instance: object, attribute: Attribute[Any], value: Mapping[A
 def _freeze_files(value: Any) -> Mapping[str, bytes]:
     if not isinstance(value, Mapping):
         raise SpecError("files", f"got {value!r}", "a table of path = content")
-    return MappingProxyType(
-        {
-            str(PurePosixPath(path)): text.encode() if isinstance(text, str) else text
-            for path, text in value.items()
-        }
-    )
+    files: dict[str, Any] = {}
+    for given, content in value.items():
+        if not isinstance(given, str | PurePosixPath):
+            raise SpecError(f"files.{given}", "not a path", "a relative path without `..`")
+        path = str(PurePosixPath(given))
+        if path in files:
+            raise SpecError(f"files.{given}", f"{path} is given twice", "distinct paths")
+        if isinstance(content, str) and not _utf8(content):
+            raise SpecError(f"files.{given}", "text that UTF-8 cannot hold", "text or bytes")
+        files[path] = content.encode() if isinstance(content, str) else content
+    return MappingProxyType(files)
 
 
 def _checked_env(instance: object, attribute: Attribute[Any], value: Mapping[Any, Any]) -> None:
@@ -127,7 +158,7 @@ def _optional_count(instance: object, attribute: Attribute[Any], value: object) 
 def _optional_cpus(instance: object, attribute: Attribute[Any], value: object) -> None:
     del instance
     if value is not None and (
-        isinstance(value, bool) or not isinstance(value, int | float) or not value > 0
+        isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6  # noqa: PLR2004
     ):
         raise _refuse(attribute, value, "a number of processors above 0", "limits.")
 
@@ -146,14 +177,16 @@ class Limits:
 
     output_bytes: int = field(default=10 * 1024 * 1024, validator=_optional_count)
     memory_bytes: int | None = field(default=None, validator=_optional_count)
-    cpus: float | None = field(default=None, validator=_optional_cpus)
+    cpus: float | None = field(default=None, converter=_real, validator=_optional_cpus)
     pids: int | None = field(default=None, validator=_optional_count)
     disk_bytes: int | None = field(default=None, validator=_optional_count)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a limit of None where there has to be one."""
-        if self.output_bytes is None:
-            raise SpecError("limits.output_bytes", "got None", "a whole number above 0")
+        """Refuse to keep less output than a head and a tail of it."""
+        if self.output_bytes is None or self.output_bytes < 2:  # noqa: PLR2004 - one byte of each
+            raise SpecError(
+                "limits.output_bytes", f"got {self.output_bytes!r}", "a whole number above 1"
+            )
 
     @classmethod
     def of(cls, value: object) -> Limits:
@@ -204,7 +237,7 @@ class EvalSpec:
         SpecError: it says something that cannot be meant.
     """
 
-    name: str = field(validator=_text)
+    name: str = field(validator=_name)
     check: str | tuple[str, ...] = field(converter=_freeze_command, validator=_command)
     workspace: str | None = field(
         default=None,
@@ -215,10 +248,10 @@ class EvalSpec:
         factory=dict, converter=_freeze_files, validator=_checked_files
     )
     setup: str | tuple[str, ...] | None = field(default=None, converter=_freeze_command)
-    setup_deadline_s: float = field(default=300.0, validator=_number)
-    deadline_s: float = field(default=60.0, validator=_number)
-    grace_s: float = field(default=2.0, validator=_number)
-    backstop_s: float | None = field(default=None)
+    setup_deadline_s: float = field(default=300.0, converter=_real, validator=_number)
+    deadline_s: float = field(default=60.0, converter=_real, validator=_number)
+    grace_s: float = field(default=2.0, converter=_real, validator=_number)
+    backstop_s: float | None = field(default=None, converter=_real)
     env: Mapping[str, str] = field(factory=dict, converter=_freeze_env, validator=_checked_env)
     image: str | None = field(default=None, validator=_optional_text)
     limits: Limits = field(factory=Limits, converter=_freeze_limits)
@@ -246,7 +279,7 @@ class EvalSpec:
 
     def __attrs_post_init__(self) -> None:
         """Check the one field that has no validator."""
-        if self.retain not in {"never", "unresolved"}:
+        if self.retain not in ("never", "unresolved"):
             raise SpecError("retain", f"got {self.retain!r}", "'never' or 'unresolved'")
 
     @property

@@ -8,7 +8,7 @@ to be final.
 Facts are past tense: a table of facts cannot stop an *act*. That is `machine.py`'s half of the
 work.
 
-The three properties that are properties of the graph alone are checked by dominance (`violations`):
+Those properties that are properties of the graph alone are checked by dominance (`violations`):
 delete every edge that must come first, and what must come after has to be out of reach.
 """
 
@@ -101,13 +101,15 @@ def violations(table: Table = TABLE) -> list[str]:
     every path to SCORED passes `Checked`, and after it `Downloaded`; none passes `DownloadFailed`,
     `CheckLost` or `UploadFailed`. P3: after `ClientTimedOut`, nothing is downloaded before
     `Checked` or `CheckLost` settled it. P4: from every state that can be reached a final one can
-    be, and there is no way round in circles.
+    be, and there is no way round in circles. P5: what is final has a verdict, and what has one is
+    final.
     """
     return [
         *_cleanup_before_download(table),
         *_scored_without_evidence(table),
         *_downloaded_unsettled(table),
         *_without_end(table),
+        *_without_verdict(table),
     ]
 
 
@@ -165,7 +167,7 @@ def _downloaded_unsettled(table: Table) -> list[str]:
 def _without_end(table: Table) -> list[str]:
     final = final_states(table)
     found = []
-    for state in _reachable(table, INITIAL, lambda _: True):
+    for state in sorted(_reachable(table, INITIAL, lambda _: True)):
         onward = _reachable(table, state, lambda _: True)
         if not onward & final:
             found.append(f"P4: no final state can be reached from {state}")
@@ -173,3 +175,18 @@ def _without_end(table: Table) -> list[str]:
             if state in _reachable(table, target, lambda _: True):
                 found.append(f"P4: {fact.__name__} in {state} leads back to {state}")
     return found
+
+
+def _without_verdict(table: Table) -> list[str]:
+    decided = {State.SCORED, State.UNRESOLVED}
+    return [
+        *(
+            f"P5: {state} is final and has no verdict"
+            for state in sorted(final_states(table) - decided)
+        ),
+        *(
+            f"P5: {fact.__name__} leaves {state}, which has a verdict"
+            for state, fact, _ in edges(table)
+            if state in decided
+        ),
+    ]

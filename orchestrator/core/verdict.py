@@ -8,7 +8,7 @@ and cannot be added up.
 from __future__ import annotations
 
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING, Never, assert_never
 
 from attrs import frozen
 
@@ -74,6 +74,8 @@ class Outcome:
                 return f"deadline exceeded ({self.deadline_s:g} s)"
             case OutcomeKind.OUT_OF_MEMORY:
                 return "out of memory"
+            case _:
+                assert_never(self.kind)
 
 
 class Verdict(Enum):

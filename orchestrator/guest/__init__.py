@@ -37,8 +37,10 @@ def request(
         now_s: the sandbox's clock now (`/proc/uptime`, or the epoch where it has none), seconds.
         detach: the sandbox has `setsid`, so the command gets a session of its own.
     """
-    words = [*(["setsid"] if detach else []), *order.argv]
-    exports = (f"export {name}={_quote(value)}" for name, value in {**env, **order.env}.items())
+    session = '"$1" -- ' if detach else ""
+    exports = (
+        f"export {name}={_quote(value)} || return" for name, value in {**env, **order.env}.items()
+    )
     return "\n".join(
         [
             f"nonce={_quote(order.nonce)}",
@@ -52,7 +54,7 @@ def request(
             "unset OLDPWD",
             *exports,
             "}",
-            f"program() {{ exec {' '.join(_quote(word) for word in words)}; }}",
+            f"program() {{ exec {session}{' '.join(_quote(word) for word in order.argv)}; }}",
             "",
         ]
     )

@@ -10,8 +10,9 @@ process, which is a subreaper too and starts nothing but supervisors: a child th
 is such an orphan.
 
 Spoken on a socket at descriptor 0, one JSON object a message: `{"argv", "env", "cwd"}` starts a
-supervisor and answers `{"pid"}` or `{"error"}`; `{"purge": true}` kills orphans and answers
-`{"still"}`. It ends when the socket closes; the supervisors do not.
+supervisor and answers `{"pid"}` or `{"error"}`; `{"purge": pid}` kills that supervisor, where it
+runs, and all orphans, and answers `{"still"}`. It ends when the socket closes; the supervisors do
+not.
 """
 
 import ctypes
@@ -107,8 +108,9 @@ def main() -> None:
         for line in stream:
             message = json.loads(line)
             try:
-                if message.get("purge"):
-                    started = {pid for pid in started if os.path.exists(f"/proc/{pid}")}
+                if "purge" in message:
+                    started.intersection_update(children(os.getpid()))
+                    started.discard(message["purge"])
                     answer: dict[str, object] = {"still": adopts and purge(started)}
                 else:
                     pid = start(message["argv"], message["env"], message["cwd"])

@@ -18,6 +18,7 @@ from attrs import define
 
 LAUNCHER: Final = Path(__file__).with_name("launcher.py")
 _POLL_S: Final = 0.02
+_PATIENCE_S: Final = 1.0
 
 
 @define
@@ -57,6 +58,13 @@ def _born(pid: int) -> str:
         return ""
 
 
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()[1])
+    except (OSError, IndexError):
+        return None
+
+
 def wait(pid: int, born: str | None = None) -> None:
     """Wait for the end of a process, whose child it need not be."""
     if born is not None and not Claim(pid, born).alive():
@@ -93,6 +101,7 @@ class Launcher:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._stream: Any = None
+        self._started: dict[Path, int] = {}
 
     def warm(self) -> None:
         """Start the process, without waiting for it to be ready."""
@@ -102,6 +111,7 @@ class Launcher:
     def _ensure(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
+        self._started.clear()
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -123,9 +133,30 @@ class Launcher:
         """
         return int(self._ask({"argv": argv, "env": env, "cwd": cwd})["pid"])
 
-    def purge(self) -> bool:
-        """Kill what supervisors that were killed left behind; tell whether all is gone."""
-        return bool(self._ask({"purge": True})["still"])
+    def run(self, record: Path, argv: list[str], env: dict[str, str], cwd: str) -> int:
+        """Start the supervisor of the order in `record`; give its pid."""
+        pid = self.start(argv, env, cwd)
+        self._started[record] = pid
+        return pid
+
+    def runs(self, record: Path) -> bool:
+        """Tell whether the supervisor of the order in `record` runs on; with no claim it ends."""
+        pid = self._started.get(record)
+        end = time.monotonic() + _PATIENCE_S
+        while pid is not None and self._process is not None and _parent(pid) == self._process.pid:
+            if time.monotonic() > end:
+                return True
+            time.sleep(_POLL_S)
+        return False
+
+    def purge(self, record: Path) -> bool:
+        """Kill what is left of the order in `record`, and its supervisor; tell if all is gone.
+
+        False where this helper did not start it: then its orphans are somebody else's children.
+        """
+        self.warm()  # a new one knows of nothing
+        pid = self._started.get(record)
+        return pid is not None and bool(self._ask({"purge": pid})["still"])
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         with self._lock:

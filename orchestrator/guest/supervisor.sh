@@ -28,7 +28,8 @@
 
 record=$2
 helpers=
-trap : TERM INT HUP # caught, not ignored: a command that signals its group must not end its record
+# Caught, not ignored: a command that signals its group, or its parent, must not end its record.
+trap : TERM INT HUP QUIT USR1 USR2 ALRM PIPE
 
 # --- time, in hundredths of a second on a clock that does not jump ----------------------------------
 
@@ -54,8 +55,9 @@ nap() { # a moment; a whole second where sleep knows no fractions
 # --- files that are created once ----------------------------------------------------------------------
 
 create() { # $1 file, $2 its line; fails if it exists
+    won=1
     set -C
-    if { echo "$2" >"$record/$1"; } 2>/dev/null; then won=0; else won=1; fi
+    { won=0 && echo "$2"; } 2>/dev/null >"$record/$1" # won, even where there is no room for the line
     set +C
     return $won
 }
@@ -84,7 +86,10 @@ stat_of() { # fields of /proc/$1/stat from the state on, in $fields; fails if th
 }
 
 dead() { # a zombie, unless only its first thread has ended
-    [ -r /proc/self/stat ] || return 1
+    if [ ! -r /proc/self/stat ]; then
+        ! kill -0 "$1" 2>/dev/null # `ps` saw itself, too
+        return
+    fi
     stat_of "$1" || return 0
     case $fields in [ZX]*) ;; *) return 1 ;; esac
     set -- "/proc/$1/task/"*
@@ -119,17 +124,36 @@ every_process() { # pid:parent of every process, in $pairs, where the kernel kee
     done
 }
 
+helper() { # is it a helper, and not what got the process id of one that has ended?
+    case " $helpers " in *" $1:"*) ;; *) return 1 ;; esac
+    [ -r /proc/self/stat ] || return 0
+    birth "$1"
+    case " $helpers " in *" $1:$birth "*) ;; *) return 1 ;; esac
+}
+
+birth() { # start time of process $1, in $birth; 0 where the system does not tell
+    birth=0
+    stat_of "$1" || return 0
+    # shellcheck disable=SC2086
+    set -- $fields
+    birth=${20}
+}
+
 gather() { # living descendants of process $root, without the supervisor's helpers, in $tree
+    # Its dead children are $remains. One that forks and ends, over and over, can be dead in every list
+    # that is read while its latest child is in none; only a list without either proves that none is left.
     pairs=
     tree=
+    remains=
     generation=$root
     while [ -n "$generation" ]; do
         found=
         for member in $generation; do
             children "$member"
             for kid in $kin; do
-                case " $helpers " in *" $kid "*) continue ;; esac
-                dead "$kid" || found="$found $kid"
+                ! helper "$kid" || continue
+                if ! dead "$kid"; then found="$found $kid"
+                elif [ "$member" = "$root" ] && [ -r /proc/self/stat ]; then remains="$remains $kid"; fi
             done
         done
         tree="$tree$found"
@@ -140,17 +164,17 @@ gather() { # living descendants of process $root, without the supervisor's helpe
 kill_all() { # kill every descendant of $root; $still says whether none is left after five seconds
     still=no
     now
-    limit=$((now + 500))
-    until past "$limit"; do
+    bound=$((now + 500))
+    until past "$bound"; do
         gather
-        [ -n "$tree" ] || gather # the kernel's list can miss one while another one ends
-        [ -n "$tree" ] || {
+        [ -n "$tree$remains" ] || gather # the kernel's list can miss one while another one ends
+        [ -n "$tree$remains" ] || {
             still=yes
             return
         }
         # Stopped first, until no new one is found: what forks faster than it is killed stands still.
         seen=
-        while [ "$tree" != "$seen" ] && ! past "$limit"; do
+        while [ "$tree" != "$seen" ] && ! past "$bound"; do
             # shellcheck disable=SC2086
             kill -STOP $tree 2>/dev/null
             seen=$tree
@@ -159,8 +183,10 @@ kill_all() { # kill every descendant of $root; $still says whether none is left 
         # shellcheck disable=SC2086
         [ -z "$tree" ] || kill -KILL $tree 2>/dev/null
         gather
-        [ -z "$tree" ] || nap
+        [ -z "$tree$remains" ] || nap # also lets the shell reap what it adopted
     done
+    gather
+    [ -n "$tree" ] || still=yes
 }
 
 # --- output --------------------------------------------------------------------------------------------
@@ -206,7 +232,7 @@ collect() { # keep head and tail of stream $1, at least $keep bytes of each
 
 monitor() { # after the deadline: TERM to all, grace, KILL to all
     self
-    helpers="$helpers $self"
+    helpers="$helpers $self:$born"
     sleep "$deadline_s" 2>/dev/null &
     [ ! -e "$record/decision" ] || kill "$!"
     wait "$!"
@@ -214,7 +240,8 @@ monitor() { # after the deadline: TERM to all, grace, KILL to all
         [ ! -e "$record/decision" ] || exit 0
         nap
     done
-    create decision deadline || exit 0
+    # Where nothing can be created any more, the command is stopped all the same.
+    create decision deadline || [ ! -e "$record/decision" ] || exit 0
     gather
     # shellcheck disable=SC2086
     [ -z "$tree" ] || kill -TERM $tree 2>/dev/null
@@ -222,11 +249,12 @@ monitor() { # after the deadline: TERM to all, grace, KILL to all
     limit=$((now + grace))
     until past "$limit"; do
         gather
-        [ -n "$tree" ] || exit 0
+        [ -n "$tree$remains" ] || gather
+        [ -n "$tree$remains" ] || exit 0
         nap
     done
     gather
-    [ -z "$tree" ] || : >"$record/escalated"
+    [ -z "$tree" ] || true >"$record/escalated" # not `:`, at whose failure a shell ends
     kill_all
 }
 
@@ -236,7 +264,9 @@ finish() { # write the record, all at once
     {
         printf '%s\n' "ending=$1" "code=$2" "elapsed=$3" "descendants=$4" "escalated=$5" "still=$6"
         printf '%s\n' "message=$7" "nonce=$nonce"
-    } >"$record/ended.new" && mv "$record/ended.new" "$record/ended"
+    } >"$record/ended.new" || return
+    # settle may kill a child of this process at any time
+    mv "$record/ended.new" "$record/ended" || mv "$record/ended.new" "$record/ended"
 }
 
 run() {
@@ -259,15 +289,19 @@ run() {
         exit 0
     }
     collect stdout &
-    helpers="$!"
+    collectors=$!
+    birth "$!"
+    helpers="$!:$birth"
     collect stderr &
-    helpers="$helpers $!"
-    collectors=$helpers
+    collectors="$collectors $!"
+    birth "$!"
+    helpers="$helpers $!:$birth"
     now
     started=$now
     monitor $((started + deadline)) 2>/dev/null &
     watch=$!
-    helpers="$helpers $watch"
+    birth "$watch"
+    helpers="$helpers $watch:$birth"
     echo "$helpers" >"$record/helpers"
 
     # A shell reports a child that a signal killed on its standard error, in every dialect and language
@@ -275,9 +309,8 @@ run() {
     exec 9>&2 2>"$record/death"
     (
         exec </dev/null >"$record/stdout.fifo" 2>"$record/stderr.fifo" 9>&-
-        environment
-        : >"$record/started"
-        program
+        set -- "$record/started" "$(command -v setsid)" # no name is safe from what is exported
+        environment 2>/dev/null && : >"$1" && program "$2"
     )
     status=$?
     exec 2>&9 9>&-
@@ -285,14 +318,21 @@ run() {
     now
     elapsed=$((now - started))
     ending=ended
-    create decision ended || read -r ending <"$record/decision"
-    if [ "$ending" = ended ] || [ "$ending" = stopped ]; then
+    if ! create decision ended; then
+        ending=
+        limit=$((now + 100))
+        until { read -r ending <"$record/decision"; } 2>/dev/null && [ -n "$ending" ] || past "$limit"; do
+            nap # whoever took the decision may not have written it yet
+        done
+    fi
+    if [ "$ending" != deadline ]; then
         # The monitor looks for the decision once its sleep is there to be seen here: either it finds
         # the one, or this finds the other. A signal to itself could come before it can take one.
         children "$watch"
         # shellcheck disable=SC2086
         [ -z "${kin# }" ] || kill $kin 2>/dev/null
     fi
+    kill -CONT "$watch" 2>/dev/null # the command may have stopped it
     wait "$watch"
     if [ "$ending" = ended ] && [ "$status" -gt 128 ] && [ -s "$record/death" ]; then
         ending=signalled
@@ -300,7 +340,10 @@ run() {
     elif [ "$ending" = ended ]; then
         ending=exited
     fi
-    [ -e "$record/started" ] || ending=lost # the shell could not set the environment
+    [ -n "$ending" ] || ending=lost
+    if [ ! -e "$record/started" ]; then # settled before, or the shell could not set the environment
+        if [ "$ending" = stopped ]; then ending=not_started; else ending=lost; fi
+    fi
     gather
     # shellcheck disable=SC2086
     set -- $tree
@@ -313,6 +356,8 @@ run() {
 }
 
 drain() { # wait for the collectors; a writer that is none of ours keeps us two seconds at most
+    # shellcheck disable=SC2086
+    kill -CONT $collectors 2>/dev/null # the command may have stopped them
     now
     limit=$((now + 200))
     until [ -e "$record/stdout.size" ] && [ -e "$record/stderr.size" ]; do
@@ -329,25 +374,35 @@ drain() { # wait for the collectors; a writer that is none of ours keeps us two 
 
 settle() {
     # shellcheck disable=SC1091
-    . "$record/request" || exit 1
-    : >"$record/request"
+    . "$record/request" || exit 1 # empty where somebody claimed the order
     if create claim settled; then
+        true >"$record/request" # not before: who reads an empty one must find the claim taken
         finish not_started '' 0 0 no yes "settled before it was started"
         exit 0
     fi
+    true >"$record/request"
     now
     limit=$((now + 1000))
     pid=
     until read -r pid born <"$record/claim" && [ -n "$pid" ] || past "$limit"; do nap; done
     while [ ! -e "$record/ended" ] && alive && ! past "$limit"; do
-        if [ -e "$record/helpers" ]; then
+        if { read -r helpers <"$record/helpers"; } 2>/dev/null; then
             create decision stopped
-            read -r helpers <"$record/helpers"
+            kill -CONT "$pid" 2>/dev/null # the command may have stopped it
             root=$pid
-            kill_all
+            [ -e "$record/ended.new" ] || kill_all
         fi
         nap
     done
+    if [ ! -e "$record/ended" ] && alive; then # it never will: nothing of it must be left
+        root=$pid
+        kill_all
+        kill -KILL "$pid"
+        for part in $helpers; do
+            birth "${part%:*}"
+            [ "$birth" != "${part#*:}" ] || kill -KILL "${part%:*}" 2>/dev/null
+        done
+    fi
 }
 
 alive() { # is the supervisor that claimed still the process that it was?

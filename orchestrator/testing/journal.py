@@ -97,6 +97,9 @@ class SimulatedJournal:
 
         self._write(f"{run_id} is taken over", write)
 
+    def release(self, run_id: str) -> None:
+        """Do nothing: a simulated runner dies with the runs that it drives."""
+
     def record(self, run_id: str) -> RunRecord:
         """Give a run as it was begun."""
         return self._records[run_id]
