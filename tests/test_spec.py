@@ -73,7 +73,7 @@ expectations = st.fixed_dictionaries(
 limits = st.fixed_dictionaries(
     {},
     optional={
-        "output_bytes": st.integers(1, 2**40),
+        "output_bytes": st.integers(2, 2**40),
         "memory_bytes": st.integers(1, 2**40),
         "cpus": st.integers(1, 64) | st.floats(0.1, 64),
         "pids": st.integers(1, 2**20),
@@ -150,10 +150,13 @@ REFUSED = [
     *[("limits", {"limits": value}, "a table") for value in (None, 3, [("pids", 1)])],
     *[
         (f"limits.{key}", {"limits": {key: value}}, COUNT)
-        for key in ("output_bytes", "memory_bytes", "pids", "disk_bytes")
+        for key in ("memory_bytes", "pids", "disk_bytes")
         for value in (0, -1, 1.5, True, "1")
     ],
-    ("limits.output_bytes", {"limits": {"output_bytes": None}}, COUNT),
+    *(
+        ("limits.output_bytes", {"limits": {"output_bytes": value}}, "a whole number above 1")
+        for value in (None, 0, 1, -1, True, 2.0, "2")
+    ),
     *[
         ("limits.cpus", {"limits": {"cpus": value}}, "a number of processors above 0")
         for value in (0, -0.5, NAN, True, "1")

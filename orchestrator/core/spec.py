@@ -155,6 +155,12 @@ def _optional_count(instance: object, attribute: Attribute[Any], value: object) 
         raise _refuse(attribute, value, "a whole number above 0", "limits.")
 
 
+def _halves(instance: object, attribute: Attribute[Any], value: object) -> None:
+    del instance
+    if isinstance(value, bool) or not isinstance(value, int) or value < 2:  # noqa: PLR2004 - of each
+        raise _refuse(attribute, value, "a whole number above 1", "limits.")
+
+
 def _optional_cpus(instance: object, attribute: Attribute[Any], value: object) -> None:
     del instance
     if value is not None and (
@@ -175,18 +181,11 @@ class Limits:
         disk_bytes: written to the sandbox.
     """
 
-    output_bytes: int = field(default=10 * 1024 * 1024, validator=_optional_count)
+    output_bytes: int = field(default=10 * 1024 * 1024, validator=_halves)
     memory_bytes: int | None = field(default=None, validator=_optional_count)
     cpus: float | None = field(default=None, converter=_real, validator=_optional_cpus)
     pids: int | None = field(default=None, validator=_optional_count)
     disk_bytes: int | None = field(default=None, validator=_optional_count)
-
-    def __attrs_post_init__(self) -> None:
-        """Refuse to keep less output than a head and a tail of it."""
-        if self.output_bytes is None or self.output_bytes < 2:  # noqa: PLR2004 - one byte of each
-            raise SpecError(
-                "limits.output_bytes", f"got {self.output_bytes!r}", "a whole number above 1"
-            )
 
     @classmethod
     def of(cls, value: object) -> Limits:
