@@ -39,9 +39,8 @@ def main() -> int:
         seed += 1
     taken_s = time.perf_counter() - before
     print(f"random stories: {steps} steps in {runs} whole runs of {seed - options.seed} worlds")
-    print(
-        f"  nothing broken; {runs / taken_s:,.0f} whole runs and {steps / taken_s:,.0f} steps a second"
-    )
+    rate = f"{runs / taken_s:,.0f} whole runs and {steps / taken_s:,.0f} steps a second"
+    print(f"  nothing broken; {rate}")
 
     plain, before = 2_000, time.perf_counter()
     for _ in range(plain):

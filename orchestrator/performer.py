@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from .core.evidence import Receipt
 
 DOWNLOAD_ATTEMPTS: Final = 3
+DEADLINE_TOLERANCE_S: Final = 0.1
+"""Seconds before its deadline at which a check can be said to have exceeded it, by rounding."""
 UNSEEN: Final = "unseen"
 """Identity of a sandbox that may exist, and that the client never saw."""
 PENDING: Final = "pending"
@@ -224,7 +226,10 @@ class Performer:
         if record.ending in _NO_OUTCOMES:
             text = record.message or f"the check was {record.ending.replace('_', ' ')}"
             return CheckLost(fault=Fault(phase, _NO_OUTCOMES[record.ending], text))
-        if record.ending not in _OUTCOMES or not _sane(record):
+        early = record.ending is Ending.DEADLINE and (
+            record.elapsed_s < self.spec.deadline_s - DEADLINE_TOLERANCE_S
+        )
+        if record.ending not in _OUTCOMES or not _sane(record) or early:
             text = record.message or f"not a record of how the check ended: {record}"
             return CheckLost(fault=Fault(phase, FaultKind.RECORD_LOST, text))
         if not record.still:

@@ -1010,7 +1010,7 @@ def test_nobody_vouches_for_the_children_of_another_launcher(ward, mark):
     sandbox = other.sandbox()
     bell = Bell(sandbox)
     os.mkfifo(sandbox.workspace / "go")
-    given = order(f"setsid sleep {mark} & echo >bell; read go <go; kill -9 $PPID", deadline=600)
+    given = order(f"setsid sleep {mark} & echo >bell; read go <go; kill -9 $PPID")
     running = in_background(sandbox.execute, given)
     bell.wait()
     os.kill(other.backend._launcher._process.pid, signal.SIGKILL)
@@ -1022,6 +1022,8 @@ def test_nobody_vouches_for_the_children_of_another_launcher(ward, mark):
     assert record.ending is Ending.LOST
     assert record.still == (not alive(mark))
     other.close()
+    for pid in alive(str(sandbox.home)):  # its monitor, which is nobody's child any more
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_command_that_stops_its_helpers_is_not_waited_for(ward):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from orchestrator.core.clocks import latest_start_s
 from orchestrator.core.errors import SpecError
 from orchestrator.core.expect import Expect, FileExpectation, nearest, refuse_unknown
-from orchestrator.core.spec import READ_ONLY_IN_SHELLS, EvalSpec, Limits
+from orchestrator.core.spec import SHELLS_OWN, EvalSpec, Limits
 
 NAN, INF = float("nan"), float("inf")
 DIGEST = "0123456789abcdef" * 4
@@ -39,7 +39,7 @@ said = text.filter(str.strip)
 commands = said | st.lists(said, min_size=1, max_size=3)
 seconds = st.integers(1, 10**6) | st.floats(0.001, 1e6)
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True).filter(
-    lambda name: name not in READ_ONLY_IN_SHELLS
+    lambda name: name not in SHELLS_OWN
 )
 parts = st.text("abc.-é ", min_size=1, max_size=4).filter(lambda part: part.strip(".") != "")
 paths = st.lists(parts, min_size=1, max_size=2).map("/".join)
@@ -129,7 +129,7 @@ REFUSED = [
     ],
     *[
         (f"env.{name}", {"env": {name: "x"}}, "a name that a shell can set")
-        for name in sorted(READ_ONLY_IN_SHELLS)
+        for name in sorted(SHELLS_OWN)
     ],
     *[("env.A", {"env": {"A": value}}, "text without NUL") for value in (None, 3, b"x", "a\0b")],
     # Files.
@@ -612,3 +612,20 @@ def test_a_spec_has_the_same_digest_in_every_process():
     digests = {process.communicate()[0].strip() for process in processes}
     assert len(digests) == 1
     assert len(digests.pop()) == 64
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("check", {"check": "echo " + "x" * 140_000}),
+        ("check", {"check": ["echo", "é" * 70_000]}),
+        ("setup", {"check": "true", "setup": ": " + "x" * 131_072}),
+        ("env.LONG", {"check": "true", "env": {"LONG": "x" * 131_072}}),
+        ("check", {"check": "true", "env": {f"N{n}": "x" * 100_000 for n in range(11)}}),
+    ],
+)
+def test_what_a_program_cannot_be_given_is_refused_and_not_scored_as_its_failure(key, said):
+    """Linux refuses longer words with E2BIG, which a shell reports as exit 126."""
+    with pytest.raises(SpecError, match=rf"^{key}: .*longer than a program can be given"):
+        EvalSpec(name="x", **said)
+    assert EvalSpec(name="x", check=": " + "x" * 131_000).check

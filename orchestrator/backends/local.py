@@ -24,7 +24,7 @@ from .. import guest, tree
 from ..core.errors import EvidenceIncompleteError, PermitError, SandboxGoneError, SpecError
 from ..core.evidence import Entry, Manifest
 from ..core.facts import SandboxRef
-from ..guest.processes import Launcher, read_claim, wait
+from ..guest.processes import Launcher, open_kept, read_claim, read_small, wait
 from ..ports import Ending, Intake, Order, Record, Slot, Workspace
 
 if TYPE_CHECKING:
@@ -238,11 +238,8 @@ class LocalSandbox:
         )
 
     def _finished(self, record: Path, order: Order) -> Record | None:
-        try:
-            text = (record / "ended").read_text("utf-8", "surrogateescape")
-        except (FileNotFoundError, IsADirectoryError):
-            return None
-        done = guest.parse(text, order.nonce)
+        text = read_small(record / "ended")
+        done = guest.parse(text, order.nonce) if text is not None else None
         if done is None:
             return None  # not written by the supervisor
         if done.ending is not Ending.NOT_STARTED and done.ending is not Ending.LOST:
@@ -260,17 +257,18 @@ class LocalSandbox:
 
 def _keep(record: Path) -> int:
     try:
-        return int((record / "keep").read_text())
-    except (FileNotFoundError, ValueError):
+        return int(read_small(record / "keep") or 0)
+    except ValueError:
         return 0
 
 
 def _deliver(record: Path, stream: Any, keep: int, intake: Intake) -> None:
     """Deliver head and tail of a stream from the parts that the guest kept of it."""
     try:
-        total, names = guest.output_parts((record / f"{stream}.size").read_text("ascii"))
-    except FileNotFoundError:
-        return
+        size = read_small(record / f"{stream}.size")
+        if size is None:
+            return
+        total, names = guest.output_parts(size)
     except ValueError as error:
         raise EvidenceIncompleteError(f"{record}: {stream}: {error}") from error
     parts = [record / f"{stream}.{name}" for name in names]
@@ -282,7 +280,7 @@ def _deliver(record: Path, stream: Any, keep: int, intake: Intake) -> None:
 def _first(parts: list[Path], size: int) -> Iterator[bytes]:
     for part in parts:
         if size and part.exists():
-            with part.open("rb") as file:
+            with open_kept(part) as file:
                 while size and (chunk := file.read(min(size, tree.CHUNK))):
                     size -= len(chunk)
                     yield chunk
@@ -293,7 +291,7 @@ def _first_of_last(parts: list[Path], sizes: list[int], size: int) -> Iterator[b
     skip = sum(sizes) - size
     for part, length in zip(parts, sizes, strict=True):
         if skip < length and size:
-            with part.open("rb") as file:
+            with open_kept(part) as file:
                 file.seek(max(skip, 0))
                 while chunk := file.read(tree.CHUNK):
                     yield chunk

@@ -10,7 +10,7 @@ import copyreg
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -25,10 +25,45 @@ if TYPE_CHECKING:
     from attrs import Attribute
 
 ENV_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-READ_ONLY_IN_SHELLS: Final = frozenset(
-    {"BASHOPTS", "BASH_VERSINFO", "EUID", "GROUPS", "OPTIND", "PPID", "SHELLOPTS", "UID"}
+SHELLS_OWN: Final = frozenset(
+    {
+        "_",
+        "BASHOPTS",
+        "BASHPID",
+        "BASH_ALIASES",
+        "BASH_ARGC",
+        "BASH_ARGV",
+        "BASH_CMDS",
+        "BASH_COMMAND",
+        "BASH_COMPAT",
+        "BASH_LINENO",
+        "BASH_SOURCE",
+        "BASH_SUBSHELL",
+        "BASH_VERSINFO",
+        "BASH_XTRACEFD",
+        "DIRSTACK",
+        "EPOCHREALTIME",
+        "EPOCHSECONDS",
+        "EUID",
+        "FUNCNAME",
+        "GROUPS",
+        "HISTCMD",
+        "LINENO",
+        "OPTIND",
+        "PIPESTATUS",
+        "PPID",
+        "RANDOM",
+        "SECONDS",
+        "SHELLOPTS",
+        "SRANDOM",
+        "UID",
+    }
 )
-"""Variables that some shell will not take a value for: the guest could not set them everywhere."""
+"""Variables that some shell keeps for itself: the guest could not set them everywhere."""
+WORD_BYTES: Final = 128 * 1024
+"""What Linux takes of one argument or variable (MAX_ARG_STRLEN), its end included (execve(2))."""
+ALL_BYTES: Final = 1024 * 1024
+"""What is taken of all of them together: half of what Linux takes with a stack of 8 MiB."""
 BACKSTOP_SLACK_S: Final = 30.0
 """Default time beyond deadline and grace for the check to be started and its end to be seen."""
 
@@ -79,7 +114,14 @@ def _optional_text(instance: object, attribute: Attribute[Any], value: object) -
         _text(instance, attribute, value)
 
 
+def _size(words: Iterable[str]) -> int:
+    return sum(len(word.encode("utf-8", "surrogateescape")) + 1 for word in words)
+
+
 def _command(instance: object, attribute: Attribute[Any], value: object) -> None:
+    words = value if isinstance(value, tuple) else (value,)
+    if any(isinstance(word, str) and _size([word]) > WORD_BYTES for word in words):
+        raise SpecError(attribute.name, "a word is longer than a program can be given", "< 128 KiB")
     if isinstance(value, tuple):
         if value and value[0] and all(isinstance(word, str) and "\0" not in word for word in value):
             return
@@ -131,10 +173,14 @@ def _checked_env(instance: object, attribute: Attribute[Any], value: Mapping[Any
         key = f"{attribute.name}.{name}"
         if not isinstance(name, str) or not ENV_NAME.fullmatch(name):
             raise SpecError(key, "not a name", "letters, digits and _ as a shell can set them")
-        if name in READ_ONLY_IN_SHELLS:
-            raise SpecError(key, "read-only in some shells", "a name that a shell can set")
+        if name in SHELLS_OWN:
+            raise SpecError(
+                key, "some shells keep it for themselves", "a name that a shell can set"
+            )
         if not isinstance(content, str) or "\0" in content:
             raise SpecError(key, f"got {content!r}", "text without NUL")
+        if _size([f"{name}={content}"]) > WORD_BYTES:
+            raise SpecError(key, "longer than a program can be given", "less than 128 KiB")
 
 
 def _freeze_env(value: Any) -> Mapping[str, str]:
@@ -277,9 +323,14 @@ class EvalSpec:
             )
 
     def __attrs_post_init__(self) -> None:
-        """Check the one field that has no validator."""
+        """Check what no field can by itself."""
         if self.retain not in ("never", "unresolved"):
             raise SpecError("retain", f"got {self.retain!r}", "'never' or 'unresolved'")
+        environment = _size(f"{name}={value}" for name, value in self.env.items())
+        for key in ("check", "setup"):
+            command = getattr(self, key) or ()
+            if environment + _size([command] if isinstance(command, str) else command) > ALL_BYTES:
+                raise SpecError(key, "with env, longer than a program can be given", "< 1 MiB")
 
     @property
     def backstop(self) -> float:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from attrs import define
 
 LAUNCHER: Final = Path(__file__).with_name("launcher.py")
 _POLL_S: Final = 0.02
 _PATIENCE_S: Final = 1.0
+SMALL_BYTES: Final = 64 * 1024
+"""More than any record of the guest is long."""
 
 
 @define
@@ -39,12 +43,37 @@ class Claim:
         return _born(self.pid) == self.born
 
 
+def open_kept(path: Path) -> BinaryIO:
+    """Open a file that the guest keeps, which its command may have put something else in place of.
+
+    Raises:
+        OSError: it is not there, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_small(path: Path) -> str | None:
+    """Read a small file that the guest keeps; None if there is none, or it is not a small file."""
+    try:
+        with open_kept(path) as file:
+            data = file.read(SMALL_BYTES + 1)
+    except OSError:
+        return None
+    return data.decode("utf-8", "surrogateescape") if len(data) <= SMALL_BYTES else None
+
+
 def read_claim(record: Path) -> Claim | None:
     """Read who claimed the order in `record`; None if nobody did, or settle did."""
-    try:
-        words = (record / "claim").read_text("ascii").split()
-    except (FileNotFoundError, UnicodeDecodeError):
-        return None
+    end = time.monotonic() + _PATIENCE_S
+    while not (text := read_small(record / "claim")):
+        if text is None or time.monotonic() > end:
+            return None
+        time.sleep(_POLL_S)  # created, and not written yet
+    words = text.split()
     return Claim(int(words[0]), words[1]) if len(words) == 2 and words[0].isdigit() else None  # noqa: PLR2004
 
 

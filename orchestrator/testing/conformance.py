@@ -323,9 +323,11 @@ class Bench:
 
 def permit(run_id: str, ref: SandboxRef | None) -> CleanupPermit:
     """Have the core give leave to destroy a sandbox: of a run whose download has failed."""
-    fault = Fault(Phase.UPLOAD, FaultKind.ERROR, "a conformance check is done with it")
-    broken = advance(begin(run_id).run, UploadFailed(fault=fault, sandbox=ref)).run
-    command = advance(broken, DownloadFailed(fault=fault)).command
+    why = "a conformance check is done with it"
+    not_sent = Fault(Phase.UPLOAD, FaultKind.ERROR, why)
+    not_had = Fault(Phase.DOWNLOAD, FaultKind.ERROR, why)
+    broken = advance(begin(run_id).run, UploadFailed(fault=not_sent, sandbox=ref)).run
+    command = advance(broken, DownloadFailed(fault=not_had)).command
     assert isinstance(command, Destroy)  # said for the type checker
     return command.permit
 
