@@ -125,7 +125,7 @@ def _again_row() -> AbstractContextManager[object]:
 @_mutant(
     "deadline shortened",
     "The check's deadline is cut to fit the client's patience.",
-    "P2 a verdict is the one that the program deserves",
+    "what loses nothing changes no verdict",
 )
 def _deadline_shortened() -> AbstractContextManager[object]:
     def make(order: Callable[..., Order]) -> Callable[..., Order]:
@@ -246,7 +246,7 @@ def _timeouts_collapsed() -> AbstractContextManager[object]:
 @_mutant(
     "124 read as a timeout",
     "A program that exits with 124 is said to have been late.",
-    "P2 an outcome is how the check ended",
+    "what loses nothing changes no verdict",
 )
 def _timeout_124() -> AbstractContextManager[object]:
     def make(conclude: Callable[..., Fact]) -> Callable[..., Fact]:
