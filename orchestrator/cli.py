@@ -12,6 +12,7 @@ import signal
 import sys
 from contextlib import ExitStack
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
 
@@ -217,6 +218,20 @@ def verify(
     else:
         status = verification.prove(console, faults, heat)
     raise typer.Exit(status)
+
+
+@app.command()
+def conform(
+    backend: Annotated[BackendName, typer.Argument(help="The backend to put to the checks.")],
+    *,
+    only: Annotated[list[str] | None, typer.Option(help="Make only the checks so named.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a check.")] = False,
+) -> None:
+    """Check that a backend does what every backend must do."""
+    from . import verification  # noqa: PLC0415 - the testing kit loads where it is used
+
+    make = partial(_backend, backend)
+    raise typer.Exit(verification.conform_to_ports(_console(), make, only, as_json=as_json))
 
 
 def main() -> NoReturn:

@@ -1,25 +1,31 @@
-"""`orchestrator verify`: the explorer of the testing kit, told to a person."""
+"""`orchestrator verify` and `conform`: the testing kit, told to a person."""
 
 from __future__ import annotations
 
+import json
 import time
 from typing import TYPE_CHECKING
 
+from attrs import asdict
+from rich.markup import escape
 from rich.text import Text
 
 from .core.errors import SpecError
 from .core.expect import nearest
 from .core.table import violations
 from .testing import heat as heat_file
+from .testing.conformance import Finding, conform, report_of
 from .testing.explore import ALWAYS, SCENARIOS, CounterExample, explore, tell, wander
 from .testing.faults import Injection
 from .testing.mutants import MUTANTS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from rich.console import Console
 
+    from .ports import Backend
     from .testing.explore import Report
     from .testing.simulate import World
 
@@ -111,6 +117,30 @@ def tell_one(console: Console, story: str | None, seed: int | None, *, mermaid: 
     _show(console, found, mermaid=mermaid)
     _verdicts(console, world)
     return BROKEN if world.problems else HOLDS
+
+
+def conform_to_ports(
+    console: Console, make: Callable[[], Backend], only: list[str] | None, *, as_json: bool
+) -> int:
+    """Put a backend to every check of the conformance kit; give the exit status.
+
+    Raises:
+        SpecError: there is no check of a name in `only`.
+    """
+
+    def tell(finding: Finding) -> None:
+        if as_json:
+            console.print(json.dumps(asdict(finding)), soft_wrap=True, markup=False)
+        else:
+            words = {True: "[green]ok[/]", False: "[red]FAILED[/]", None: "[yellow]n/a[/]"}
+            reason = f" [dim]{escape(finding.reason)}[/]" if finding.reason else ""
+            console.print(f"{words[finding.ok]} {finding.name}{reason}", soft_wrap=True)
+
+    findings = conform(make, only=only or None, report=tell)
+    failed = sum(finding.ok is False for finding in findings)
+    if not as_json:
+        console.print(report_of(findings).splitlines()[-1])
+    return BROKEN if failed else HOLDS
 
 
 def _verdicts(console: Console, world: World) -> None:
