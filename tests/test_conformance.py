@@ -28,7 +28,7 @@ from orchestrator.core.facts import SandboxRef
 from orchestrator.core.spec import ENV_NAME
 from orchestrator.ports import Ending, Record
 from orchestrator.testing import conformance
-from orchestrator.testing.conformance import CASES, CHECKS, conform, report_of
+from orchestrator.testing.conformance import CASES, CHECKS, conform, orders, report_of
 
 PROJECT = Path(__file__).parent.parent
 GUIDE = PROJECT / "docs" / "write-a-backend.md"
@@ -888,7 +888,7 @@ def test_what_a_check_leaves_is_destroyed_although_something_of_it_runs(own_chec
         sandbox = bench.sandbox()
         order = bench.order("echo > begun; sleep 7401")
         threading.Thread(target=sandbox.execute, args=[order], daemon=True).start()
-        conformance._wait_for(sandbox, "begun")
+        orders._wait_for(sandbox, "begun")
         started.set()
 
     [finding] = conform(lambda: LocalBackend(tmp_path))
