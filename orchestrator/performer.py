@@ -123,25 +123,23 @@ class Performer:
 
     def _upload(self) -> Fact:
         phase = Phase.UPLOAD
-        created: list[Sandbox] = []
+        created: list[tuple[Sandbox, SandboxRef]] = []
         try:
             sent = self.clock.call(
                 lambda: self._create_and_send(created), self.bounds.upload_s, self.cancellation
             )
-            (sandbox,), baseline, setup_s = created, sent, None
+            ((sandbox, ref),), baseline, setup_s = created, sent, None
             if self.spec.setup is not None:
                 phase, before = Phase.SETUP, self.clock.now()
                 faults = self._set_up(sandbox)
                 setup_s = self.clock.now() - before
                 if faults:
-                    return UploadFailed(
-                        fault=faults[0], faults=tuple(faults[1:]), sandbox=sandbox.ref
-                    )
+                    return UploadFailed(fault=faults[0], faults=tuple(faults[1:]), sandbox=ref)
                 baseline = self.clock.call(
                     sandbox.manifest, self.bounds.upload_s, self.cancellation
                 )
             return Uploaded(
-                sandbox=sandbox.ref,
+                sandbox=ref,
                 workspace=self.vault.keep_manifest(sent),
                 baseline=self.vault.keep_manifest(baseline),
                 setup_s=setup_s,
@@ -155,12 +153,16 @@ class Performer:
                 fault=_fault(phase, error), sandbox=self._left_behind(pending=pending)
             )
 
-    def _create_and_send(self, created: list[Sandbox]) -> Manifest:
-        """Create the sandbox, send the workspace, and prove that it arrived."""
+    def _create_and_send(self, created: list[tuple[Sandbox, SandboxRef]]) -> Manifest:
+        """Create the sandbox, send the workspace, and prove that it arrived.
+
+        Whatever becomes of the rest, `created` says if there is one. A sandbox says which it is
+        here, within the bound: it may have to ask somebody.
+        """
         workspace = SpecWorkspace(self.spec.workspace, self.spec.files, self.state_dir)
         sent = workspace.manifest()
         sandbox = self.backend.create(self.run_id, self.spec)
-        created.append(sandbox)
+        created.append((sandbox, sandbox.ref))
         if sandbox.upload(workspace):
             _same(sent, sandbox.manifest(), "the sandbox's workspace is not the one that was sent")
         return sent
@@ -188,11 +190,15 @@ class Performer:
         """Say which sandbox a failed upload may have left: none only if that is certain."""
         if pending:
             return SandboxRef(self.run_id, PENDING)
+
+        def look() -> SandboxRef | None:
+            sandbox = self.backend.open(self.run_id)
+            return sandbox.ref if sandbox is not None else None
+
         try:
-            sandbox = self.clock.call(lambda: self.backend.open(self.run_id), self.bounds.settle_s)
+            return self.clock.call(look, self.bounds.settle_s)
         except Exception:
             return SandboxRef(self.run_id, UNSEEN)
-        return sandbox.ref if sandbox is not None else None
 
     # --- check ------------------------------------------------------------------------------------
 

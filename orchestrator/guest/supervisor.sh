@@ -273,7 +273,10 @@ run() {
     # shellcheck disable=SC1091
     . "$record/request" || exit 1 # sets the variables used below, and functions environment, program
     self
-    create claim "$self $born" || exit 0
+    create claim "$self $born" || {
+        true >"$record/request" # the first one has read its own; this has the nonce in it too
+        exit 0
+    }
     : >"$record/request"
     root=$self
     if past "$((latest - 2))"; then
