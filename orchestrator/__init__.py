@@ -7,28 +7,29 @@ r"""Eval runs that cannot delete a sandbox before its evidence is safely on your
                     expect={"greets": lambda e: e.stdout == b"Hello\n"})
     result = Runner(LocalBackend()).run(spec)
 
-Backends, the testing kit and the command line are submodules, and load only where they are used.
+Facts and commands are in `orchestrator.core`; backends, the testing kit and the command line are
+submodules too, and load only where they are used.
 """
 
+from .batch import run_batch
 from .clock import Cancellation
 from .core.clocks import Bounds
 from .core.errors import (
     EvidenceIncompleteError,
     IllegalFactError,
-    JournalError,
     OrchestratorError,
     OutputTruncatedError,
     SpecError,
     StorageError,
 )
-from .core.evidence import Entry, Manifest, Output, Provenance
+from .core.evidence import Output, Provenance
 from .core.expect import Expect, FileExpectation
-from .core.facts import Fault
-from .core.machine import Run, advance, begin, legal_facts, replay
+from .core.facts import Fault, FaultKind
+from .core.machine import Run, Step, advance, begin, legal_facts, replay
 from .core.spec import EvalSpec, Limits
 from .core.states import State
 from .core.table import TABLE
-from .core.verdict import Outcome, Reason, Tally, Verdict
+from .core.verdict import Outcome, OutcomeKind, Reason, Tally, Verdict
 from .evidence import Evidence
 from .result import RunResult
 from .runner import Progress, Runner
@@ -37,19 +38,18 @@ __all__ = [
     "TABLE",
     "Bounds",
     "Cancellation",
-    "Entry",
     "EvalSpec",
     "Evidence",
     "EvidenceIncompleteError",
     "Expect",
     "Fault",
+    "FaultKind",
     "FileExpectation",
     "IllegalFactError",
-    "JournalError",
     "Limits",
-    "Manifest",
     "OrchestratorError",
     "Outcome",
+    "OutcomeKind",
     "Output",
     "OutputTruncatedError",
     "Progress",
@@ -60,6 +60,7 @@ __all__ = [
     "Runner",
     "SpecError",
     "State",
+    "Step",
     "StorageError",
     "Tally",
     "Verdict",
@@ -67,4 +68,5 @@ __all__ = [
     "begin",
     "legal_facts",
     "replay",
+    "run_batch",
 ]

@@ -38,20 +38,20 @@ class Stopped:
     """
 
     name: str
-    error: Exception
+    error: BaseException
 
 
 @frozen
 class Attempt:
-    """What came of one attempt. `last`: there will be no other one at its spec.
+    """What came of one attempt at a spec.
 
     Attributes:
-        outcome: the result, or what stopped the run.
+        result: of the run, or what stopped it.
         number: of the attempt, from 1.
-        last: whether it decides.
+        last: whether no other attempt at its spec follows.
     """
 
-    outcome: RunResult | Stopped
+    result: RunResult | Stopped
     number: int
     last: bool
 
@@ -67,16 +67,18 @@ def run_batch(
         jobs: runs in flight at once.
         attempts: at each spec, while it is unresolved for a reason that may pass.
     """
+    if attempts < 1:
+        raise ValueError(f"got attempts={attempts}, expected at least 1")
 
     def run(spec: EvalSpec) -> Iterator[Attempt]:
         before: str | None = None
         for number in range(1, attempts + 1):
-            outcome = _guarded(spec.name, partial(runner.run, spec, retry_of=before))
-            again = _may_pass(outcome) and number < attempts
-            yield Attempt(outcome, number, last=not again)
-            if not again or isinstance(outcome, Stopped):
+            result = _guarded(spec.name, partial(runner.run, spec, retry_of=before))
+            again = _may_pass(result) and number < attempts
+            yield Attempt(result, number, last=not again)
+            if not again or isinstance(result, Stopped):
                 return
-            before = outcome.run_id
+            before = result.run_id
 
     yield from _in_threads(run, list(specs), jobs)
 
@@ -93,15 +95,15 @@ def resume_batch(runner: Runner, run_ids: Iterable[str], *, jobs: int = 1) -> It
 def _guarded(name: str, call: Callable[[], RunResult]) -> RunResult | Stopped:
     try:
         return call()
-    except Exception as error:  # noqa: BLE001 - even a defect of ours in one run is its own
+    except BaseException as error:  # noqa: BLE001 - even a defect of ours in one run is its own
         return Stopped(name, error)
 
 
-def _may_pass(outcome: RunResult | Stopped) -> bool:
+def _may_pass(result: RunResult | Stopped) -> bool:
     return (
-        not isinstance(outcome, Stopped)
-        and outcome.verdict is Verdict.UNRESOLVED
-        and outcome.reason not in FINAL_REASONS
+        not isinstance(result, Stopped)
+        and result.verdict is Verdict.UNRESOLVED
+        and result.reason not in FINAL_REASONS
     )
 
 
@@ -109,6 +111,8 @@ def _in_threads(
     work: Callable[[T], Iterator[Attempt]], items: list[T], jobs: int
 ) -> Iterator[Attempt]:
     """Work through items on daemon threads: an interrupt leaves them where their journal says."""
+    if jobs < 1:
+        raise ValueError(f"got jobs={jobs}, expected at least 1")
     todo: queue.SimpleQueue[T] = queue.SimpleQueue()
     done: queue.SimpleQueue[Attempt] = queue.SimpleQueue()
     for item in items:

@@ -7,10 +7,12 @@ usage or a bad spec (nothing was started), 130 interrupted (everything can be re
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager, suppress
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -35,7 +37,7 @@ from .testing.heat import read as read_heat
 from .vault import Vault
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from .ports import Backend
     from .result import RunResult
@@ -141,7 +143,7 @@ def show(
     *,
     as_json: AsJson = False,
     stream: Annotated[
-        str | None, typer.Option("--output", help="Write stdout or stderr of the check as it is.")
+        str | None, typer.Option("--stream", help="Write stdout or stderr of the check as it is.")
     ] = None,
     export: Annotated[
         Path | None, typer.Option(help="Write the tree that the check left to a new directory.")
@@ -212,7 +214,8 @@ def verify(
 
     console = _console()
     if story is not None or seed is not None:
-        status = verification.tell_one(console, story, seed, mermaid=mermaid)
+        with verification.put_in(mutant):
+            status = verification.tell_one(console, story, seed, mermaid=mermaid)
     elif mutant is not None:
         status = verification.hunt(console, mutant, faults, mermaid=mermaid)
     else:
@@ -236,15 +239,18 @@ def conform(
 
 def main() -> NoReturn:
     """Run the command line, and exit with its status."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    _prepare()
     try:
         status = app(standalone_mode=False)
     except typer.Exit as done:
         status = done.exit_code
     except (typer.Abort, KeyboardInterrupt):
         status = INTERRUPTED
+    except BrokenPipeError:
+        _mute()  # nobody reads what was asked for
+        status = PASSED
     except (OrchestratorError, OSError) as error:
-        _errors().print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        _errors().print(f"[bold red]error:[/] {escape(printable(str(error)))}", soft_wrap=True)
         status = USAGE
     except Exception as error:
         # What the parser of the command line found wrong is its own to show; the rest is a defect.
@@ -254,8 +260,18 @@ def main() -> NoReturn:
         show_usage()
         status = getattr(error, "exit_code", USAGE)
     if status == INTERRUPTED:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # one is enough
         _errors().print("interrupted; `orchestrator resume` finishes what was begun")
     sys.exit(status or 0)
+
+
+def _prepare() -> None:
+    """Take TERM for what Ctrl-C is, and write whatever the locale can show."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _interrupt(*_: object) -> NoReturn:
@@ -271,8 +287,10 @@ class _Session:
         self.as_json = as_json
         self.display = Display(_errors(), total)
         self._stack = ExitStack()
-        self.runner = Runner(_backend(backend), state_dir, observer=self.display.observe)
-        (state_dir / ".gitignore").write_text("*\n")
+        made = _backend(backend, _sandboxes(state_dir))
+        self.runner = Runner(made, state_dir, observer=self.display.observe)
+        with suppress(FileExistsError), (state_dir / ".gitignore").open("x") as ignore:
+            ignore.write("*\n")  # one that is there is somebody's own
 
     def __enter__(self) -> Self:
         self._stack.enter_context(self.runner)
@@ -289,17 +307,30 @@ class _Session:
             typer.Exit: always.
         """
         verdicts, stopped = [], 0
-        for attempt in attempts:
-            self.display.show(attempt)
-            if isinstance(attempt.outcome, Stopped):
-                stopped += 1
-                continue
-            if self.as_json:
-                _print_json([attempt.outcome.as_json()])
-            if attempt.last and attempt.outcome.verdict is not None:
-                verdicts.append(attempt.outcome.verdict)
-        self.display.close(Tally.of(verdicts), stopped)
+        try:
+            for attempt in attempts:
+                self.display.show(attempt)
+                if isinstance(attempt.result, Stopped):
+                    stopped += 1
+                    continue
+                if self.as_json:
+                    _print_json([attempt.result.as_json()])
+                if attempt.last and attempt.result.verdict is not None:
+                    verdicts.append(attempt.result.verdict)
+            self.display.close(Tally.of(verdicts), stopped)
+        except (OSError, UnicodeError, SystemExit):  # rich exits by itself at a broken pipe
+            # Nobody can be told: what runs is left where its journal says, as by Ctrl-C.
+            _mute()
+            raise typer.Exit(INTERRUPTED) from None
         raise typer.Exit(_status(verdicts, stopped))
+
+
+def _mute() -> None:
+    """Have what is still in a buffer go nowhere, so that its flush at exit is no second error."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(null, stream)
+    os.close(null)
 
 
 def _status(verdicts: list[Verdict], stopped: int) -> int:
@@ -308,10 +339,23 @@ def _status(verdicts: list[Verdict], stopped: int) -> int:
     return FAILED if Verdict.FAILED in verdicts else PASSED
 
 
-def _backend(name: BackendName) -> Backend:
+def _backend(name: BackendName, sandboxes: Path | None = None) -> Backend:
     match name:
         case BackendName.LOCAL:
-            return LocalBackend()
+            return LocalBackend(sandboxes)
+
+
+def _sandboxes(state_dir: Path) -> Path:
+    """Give the place of this state's sandboxes: what was begun there is looked for there."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    note = state_dir / "sandboxes"
+    if not note.exists():
+        draft = note.with_name(f".sandboxes.{os.getpid()}")
+        draft.write_bytes(os.fsencode(LocalBackend().root))
+        with suppress(FileExistsError):
+            note.hardlink_to(draft)
+        draft.unlink()
+    return Path(os.fsdecode(note.read_bytes()))
 
 
 def _require(state_dir: Path) -> None:
@@ -322,24 +366,18 @@ def _require(state_dir: Path) -> None:
 def _find(journal: ports.Journal, text: str) -> str:
     """Give the run whose id is, or uniquely begins with, a text."""
     known = journal.run_ids()
-    found = [text] if text in known else [name for name in known if name.startswith(text)]
+    found = [text] if text in known else [name for name in known if text and name.startswith(text)]
     if len(found) != 1:
         problem = f"{len(found)} runs begin with it" if found else "there is no such run"
         raise SpecError(f"RUN {text}", problem, "the id of a run (`orchestrator runs` lists them)")
     return found[0]
 
 
-class _opened(ExitStack):  # noqa: N801 - reads as what it is, in a with statement
-    """The journal and vault of a state directory that exists."""
-
-    def __init__(self, state_dir: Path) -> None:
-        super().__init__()
-        self._state_dir = state_dir.absolute()
-
-    def __enter__(self) -> tuple[Journal, Vault]:  # type: ignore[override]
-        journal = Journal(self._state_dir / "journal.db")
-        self.callback(journal.close)
-        return journal, Vault(self._state_dir / "vault")
+@contextmanager
+def _opened(state_dir: Path) -> Iterator[tuple[Journal, Vault]]:
+    """Open the journal and vault of a state directory that exists."""
+    with closing(Journal(state_dir / "journal.db")) as journal:
+        yield journal, Vault(state_dir.absolute() / "vault")
 
 
 def _look(journal: Journal, vault: Vault, run_id: str) -> RunResult:
@@ -348,7 +386,7 @@ def _look(journal: Journal, vault: Vault, run_id: str) -> RunResult:
 
 def _write_stream(result: RunResult, stream: str) -> None:
     if stream not in {"stdout", "stderr"}:
-        raise SpecError("--output", f"got {stream!r}", "stdout or stderr")
+        raise SpecError("--stream", f"got {stream!r}", "stdout or stderr")
     output = result.evidence.output(stream) if result.evidence else None  # type: ignore[arg-type]
     if output is None:
         raise EvidenceIncompleteError(f"run {result.run_id}: {stream} never arrived")

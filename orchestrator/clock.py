@@ -104,6 +104,8 @@ class SystemClock:
         self, function: Callable[[], T], bound_s: float, cancellation: Cancellation | None = None
     ) -> T:
         """Call a function on a thread of its own, and wait for it."""
+        if cancellation is not None and cancellation.cancelled:
+            raise CancelledError("the client was told to stop waiting")
         call = _Call(function)
         thread = threading.Thread(target=call.run, name="bounded call", daemon=True)
         with (cancellation or Cancellation()).waking(call.done):

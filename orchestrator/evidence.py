@@ -52,7 +52,7 @@ class Evidence:
     _vault: Contents = field(repr=False, alias="vault")
 
     def output(self, stream: Stream) -> Output | None:
-        """Give an output stream of the check; None if it never arrived, which sealed ones have."""
+        """Give an output stream of the check; None if it never arrived, which sealed ones did."""
         return self._outputs.get(stream)
 
     @property

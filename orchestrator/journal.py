@@ -1,16 +1,17 @@
 """What has happened to every run, on disk, in order, for good.
 
-One SQLite file in WAL mode. An entry is an intent (the command about to be performed) or a fact
-(what came of it); entries are only ever added, numbered from 1 within their run, and `PRIMARY KEY
-(run_id, seq)` makes the file itself refuse a second writer of the same run. A fact and the intent
-that follows from it are one transaction, and it is on disk before the command is performed
-(`synchronous=FULL`). The state of a run is nowhere: it is the fold of its facts. Each entry has a
-digest of itself and of the entry before it, so that damage is found and never folded.
+One SQLite file in WAL mode. An entry is an intent (the command about to be performed), a fact (what
+came of it) or an owner (the runner that drives the run from there on); entries are only ever added,
+numbered from 1 within their run, and `PRIMARY KEY (run_id, seq)` makes the file itself refuse a
+second writer of the same run. A fact and the intent that follows from it are one transaction, and
+it is on disk before the command is performed (`synchronous=FULL`). The state of a run is nowhere:
+it is the fold of its facts. Each entry has a digest of itself and of the entry before it, so that
+damage is found and never folded.
 
 Who may drive a run is settled by a lock file for each live runner, held by the kernel for as long
 as the process lives: no process id is compared, so none can be reused.
 
-A file that is not a journal, is damaged, or was written by a newer version is refused before
+A file that is not a journal, is damaged, or is of another version is refused before
 anything is opened for writing, and stays byte for byte as it was.
 """
 

@@ -17,6 +17,7 @@ from .core.errors import (
     EvidenceIncompleteError,
     SandboxGoneError,
     StorageError,
+    VaultError,
 )
 from .core.evidence import Manifest
 from .core.facts import (
@@ -71,9 +72,7 @@ PENDING: Final = "pending"
 
 @define(eq=False)
 class Performer:
-    """Performs commands for one run, on behalf of its runner."""
-
-    """Performs commands for one run, and says what came of them."""
+    """Performs commands for one run, on behalf of its runner, and says what came of them."""
 
     backend: Backend
     vault: ports.Vault
@@ -123,10 +122,16 @@ class Performer:
 
     def _upload(self) -> Fact:
         phase = Phase.UPLOAD
+        workspace = SpecWorkspace(self.spec.workspace, self.spec.files, self.state_dir)
         created: list[tuple[Sandbox, SandboxRef]] = []
+        asked = False  # for a sandbox: before that, none can come
         try:
-            sent = self.clock.call(
-                lambda: self._create_and_send(created), self.bounds.upload_s, self.cancellation
+            sent = self.clock.call(workspace.manifest, self.bounds.upload_s, self.cancellation)
+            asked = True
+            self.clock.call(
+                lambda: self._create_and_send(workspace, created),
+                self.bounds.upload_s,
+                self.cancellation,
             )
             ((sandbox, ref),), baseline, setup_s = created, sent, None
             if self.spec.setup is not None:
@@ -148,24 +153,24 @@ class Performer:
             raise
         except Exception as error:
             given_up = isinstance(error, BoundExceededError | CancelledError)
-            pending = given_up and not created
+            pending = given_up and asked and not created
             return UploadFailed(
                 fault=_fault(phase, error), sandbox=self._left_behind(pending=pending)
             )
 
-    def _create_and_send(self, created: list[tuple[Sandbox, SandboxRef]]) -> Manifest:
+    def _create_and_send(
+        self, workspace: SpecWorkspace, created: list[tuple[Sandbox, SandboxRef]]
+    ) -> None:
         """Create the sandbox, send the workspace, and prove that it arrived.
 
         Whatever becomes of the rest, `created` says if there is one. A sandbox says which it is
         here, within the bound: it may have to ask somebody.
         """
-        workspace = SpecWorkspace(self.spec.workspace, self.spec.files, self.state_dir)
-        sent = workspace.manifest()
         sandbox = self.backend.create(self.run_id, self.spec)
         created.append((sandbox, sandbox.ref))
         if sandbox.upload(workspace):
-            _same(sent, sandbox.manifest(), "the sandbox's workspace is not the one that was sent")
-        return sent
+            problem = "the sandbox's workspace is not the one that was sent"
+            _same(workspace.manifest(), sandbox.manifest(), problem)
 
     def _set_up(self, sandbox: Sandbox) -> list[Fault]:
         """Run setup; give the faults if it did anything but exit with 0."""
@@ -173,7 +178,7 @@ class Performer:
         bound_s = order.deadline_s + order.grace_s + BACKSTOP_SLACK_S
         try:
             record = self.clock.call(lambda: sandbox.execute(order), bound_s, self.cancellation)
-        except (BoundExceededError, CancelledError) as error:
+        except Exception as error:  # whatever it was, setup may be running
             faults = [_fault(Phase.SETUP, error)]
             try:
                 self.clock.call(lambda: sandbox.settle(order), self.bounds.settle_s)
@@ -298,7 +303,10 @@ class Performer:
 
     def _download(self, run: Run, *, salvage: bool) -> Fact:
         """Bring the evidence here; what failed may be tried again within the bound."""
-        baseline = self.vault.manifest(run.baseline) if run.baseline else Manifest({})
+        try:
+            baseline = self.vault.manifest(run.baseline) if run.baseline else Manifest({})
+        except EvidenceIncompleteError as error:
+            raise VaultError(f"run {self.run_id}: {error}") from error
         end = self.clock.now() + self.bounds.download_s
         faults: list[Fault] = []
         delivery = _Delivery(self.vault.intake(self.run_id, baseline))

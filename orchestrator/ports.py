@@ -171,11 +171,15 @@ class Sandbox(Protocol):
 
 
 class Backend(Protocol):
-    """Makes sandboxes."""
+    """Makes sandboxes.
+
+    It may have an attribute `shell`, the path in its sandboxes of the shell for commands that are
+    text (`/bin/sh` if it has none), and a method `close`.
+    """
 
     @property
     def name(self) -> str:
-        """A short name: `local`, `docker`, `openshell`."""
+        """A short name, `local` for one."""
 
     @property
     def isolation(self) -> str:

@@ -190,23 +190,24 @@ class Display:
         """Show how an attempt ended."""
         self._ended += attempt.last
         count = f"[dim]{self._ended}/{self.total}[/]"
-        outcome = attempt.outcome
-        if isinstance(outcome, Stopped):
-            text = escape(f"{outcome.name}: {type(outcome.error).__name__}: {outcome.error}")
+        result = attempt.result
+        if isinstance(result, Stopped):
+            text = f"{result.name}: {type(result.error).__name__}: {result.error}"
+            text = escape(printable(text))
             self._console.print(f"{count} [bold red]stopped[/] {text}", soft_wrap=True)
             return
-        verdict = verdict_text(outcome)
+        verdict = verdict_text(result)
         again = "" if attempt.last else " [dim]to be tried again[/]"
-        retried = " [dim]after a retry[/]" if outcome.retry_of else ""
-        name = escape(printable(outcome.name))
-        seconds = sum(outcome.timings.values())
-        ended = outcome.outcome or "outcome unknown"
+        retried = " [dim]after a retry[/]" if result.retry_of else ""
+        name = escape(printable(result.name))
+        seconds = sum(result.timings.values())
+        ended = result.outcome or "outcome unknown"
         self._console.print(
             f"{count} [{verdict.style}]{escape(verdict.plain)}[/] {name} [dim]{ended} "
-            f"{seconds:.2f} s {outcome.run_id}[/]{retried}{again}",
+            f"{seconds:.2f} s {result.run_id}[/]{retried}{again}",
             soft_wrap=True,
         )
-        for line in complaints(outcome):
+        for line in complaints(result):
             self._console.print(f"    {escape(line)}", soft_wrap=True)
 
     def close(self, tally: Tally, stopped: int) -> None:

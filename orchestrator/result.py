@@ -41,6 +41,7 @@ class RunResult:
         retained_sandbox: id of a sandbox that is not confirmed gone.
         timings: seconds by phase.
         retry_of: the run that this one is another attempt at.
+        tags: of its spec.
     """
 
     run_id: str
@@ -58,6 +59,7 @@ class RunResult:
     retained_sandbox: str | None
     timings: Mapping[str, float]
     retry_of: str | None
+    tags: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -89,6 +91,7 @@ class RunResult:
             "retained_sandbox": self.retained_sandbox,
             "timings": {phase: round(seconds, 6) for phase, seconds in self.timings.items()},
             "retry_of": self.retry_of,
+            "tags": list(self.tags),
         }
 
     def _evidence(self) -> dict[str, Any] | None:
@@ -149,4 +152,5 @@ def result_of(vault: Vault, record: RunRecord, run: Run) -> RunResult:
         retained_sandbox=run.retained_sandbox,
         timings=run.timings,
         retry_of=record.retry_of,
+        tags=record.spec.tags,
     )

@@ -52,7 +52,7 @@ def score(spec: EvalSpec, evidence: Evidence) -> Fact:
         results.append(result)
         faults += [fault] if fault else []
     if faults:
-        return ScoringFailed(fault=faults[0], expectations=tuple(results))
+        return ScoringFailed(fault=faults[0], faults=tuple(faults[1:]), expectations=tuple(results))
     return Scored(expectations=tuple(results))
 
 

@@ -30,7 +30,12 @@ class SpecFileError(SpecError):
         super().__init__(error.key, error.problem, error.expected)
         self.file = file
         self.table = table
+        self.error = error
         self.args = (": ".join(part for part in (str(file), table, str(error)) if part),)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Let it be sent from one process to another."""
+        return type(self), (self.file, self.table, self.error)
 
 
 def load(file: str | Path) -> list[EvalSpec]:

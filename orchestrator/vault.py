@@ -122,7 +122,7 @@ class Vault:
         """Tell whether content is here, and of the size that it should have."""
         try:
             info = os.lstat(self._object(digest))
-        except OSError:
+        except (OSError, EvidenceIncompleteError):
             return False
         return stat.S_ISREG(info.st_mode) and size in {None, info.st_size}
 
@@ -156,6 +156,8 @@ class Vault:
             raise EvidenceIncompleteError(f"{place}: {error.strerror}") from error
         if found != digest:
             stream.close()
+            with contextlib.suppress(OSError):  # kept, and out of the way: it can be brought anew
+                os.replace(place, self.path / "staging" / f"{digest}.damaged")
             raise EvidenceIncompleteError(f"{place} is damaged")
         return stream
 

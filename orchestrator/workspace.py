@@ -117,6 +117,8 @@ def missing_directory(directory: str) -> str | None:
     """Say why a path is not a directory that can be a workspace, None if it is one."""
     try:
         mode = Path(directory).stat().st_mode
+    except ValueError as error:  # a NUL, or what no path can hold
+        return f"{error}: {directory!r}"
     except OSError as error:
         return f"{os.strerror(error.errno or 0)}: {directory}"
     return None if stat.S_ISDIR(mode) else f"not a directory: {directory}"

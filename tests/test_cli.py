@@ -292,3 +292,84 @@ def test_output_that_nobody_reads_any_more_is_no_crash(cli, tmp_path):
     )
     assert "Traceback" not in done.stderr
     assert json.loads(done.stdout)["name"] == "passes"
+
+
+def test_runs_are_resumed_where_their_sandboxes_are_whatever_tmpdir_says_later(tmp_path):
+    started, go = tmp_path / "started", tmp_path / "go"
+    os.mkfifo(started)
+    os.mkfifo(go)
+    (tmp_path / "a.toml").write_text(
+        f'[[eval]]\nname = "x"\ncheck = "echo x > {started}; cat {go}"\n'
+        '[eval.expect]\nstdout_equals = "went"\n'
+    )
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    command = [sys.executable, "-m", "orchestrator"]
+    first = subprocess.Popen(
+        [*command, "run", "a.toml"], cwd=tmp_path, env={**os.environ, "TMPDIR": "here"}
+    )
+    assert started.read_text() == "x\n"
+    first.kill()
+    first.wait()
+    second = subprocess.Popen(
+        [*command, "resume"], cwd=tmp_path, env={**os.environ, "TMPDIR": "there"}
+    )
+    go.write_text("went")
+    assert second.wait(timeout=60) == 0
+    assert list((tmp_path / "here").rglob("identity")) == []
+
+
+def test_a_gitignore_that_is_there_is_somebodys_own(cli, tmp_path):
+    (tmp_path / "a.toml").write_text(PASSES)
+    (tmp_path / ".gitignore").write_text("mine\n")
+    cli("run", "a.toml", "--state-dir", ".", status=0)
+    assert (tmp_path / ".gitignore").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("where", ["--json >/dev/full", "--json | true", "2>/dev/full"])
+def test_results_that_nobody_can_be_told_are_no_verdict(cli, tmp_path, where):
+    """Not 0, 1, 2 or 3, which say something of the runs: 130, and what was begun is resumed."""
+    (tmp_path / "a.toml").write_text(PASSES * 4)
+    script = f"set -o pipefail; {sys.executable} -m orchestrator run a.toml {where}"
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, check=False
+    )
+    assert done.returncode == 130
+    cli("resume", status=0)
+
+
+def test_names_and_errors_cannot_drive_the_terminal(cli, tmp_path):
+    (tmp_path / "a.toml").write_text(
+        '[[eval]]\nname = "a\\u001b]0;pwn\\u0007\\u001b[2J"\ncheck = "true"\nbogus = 1\n'
+    )
+    done = cli("run", "a.toml", status=2)
+    assert "\x1b" not in done.stderr
+    assert "\\x1b[2J" in done.stderr
+
+
+def test_the_locale_of_the_host_changes_no_verdict(cli, tmp_path):
+    (tmp_path / "a.toml").write_text(
+        '[[eval]]\nname = "☃"\ncheck = "printf ☃"\n[eval.expect]\nstdout_equals = "☃"\n'
+    )
+    environment = {
+        **os.environ,
+        "TMPDIR": str(tmp_path / "tmp"),
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }
+    for command in (["run", "a.toml"], ["runs"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "orchestrator", *command],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_workspace_with_the_sandboxes_in_it_is_refused(cli, tmp_path):
+    (tmp_path / "a.toml").write_text('[[eval]]\nname = "x"\ncheck = "true"\nworkspace = "."\n')
+    assert "sandboxes" in cli("run", "a.toml", status=2).stderr  # TMPDIR is below

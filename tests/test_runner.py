@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
 import threading
 import time
 from contextlib import suppress
@@ -27,11 +28,13 @@ from orchestrator.backends import local
 from orchestrator.batch import run_batch
 from orchestrator.core.errors import JournalConflictError, JournalError, VaultError
 from orchestrator.core.facts import FaultKind, Phase
+from orchestrator.core.machine import CleanupPermit
 from orchestrator.core.verdict import OutcomeKind
 from orchestrator.ports import Ending, Record
 from orchestrator.scoring import ExpectationsMissingError
 from orchestrator.testing.faults import CONTRACT, FaultyBackend, Injection, Way
 from orchestrator.vault import Vault
+from orchestrator.workspace import SpecWorkspace
 
 if TYPE_CHECKING:
     from orchestrator.backends.local import LocalBackend
@@ -420,7 +423,7 @@ def test_one_bad_run_never_touches_its_siblings(tmp_path, backend):
     specs[4] = EvalSpec(name="run 4", setup="exit 1", check="true")
     with Runner(backend, tmp_path / "state") as runner:
         attempts = list(run_batch(runner, specs, jobs=4))
-    verdicts = {each.outcome.name: each.outcome.verdict for each in attempts}
+    verdicts = {each.result.name: each.result.verdict for each in attempts}
     assert len(verdicts) == 12
     for number in range(12):
         expected = Verdict.PASSED if number % 3 == 0 else Verdict.FAILED
@@ -434,11 +437,11 @@ def test_an_unresolved_run_is_tried_again_in_a_new_run_and_both_keep_their_evide
     faulty = FaultyBackend(backend, ["execute:vanished"])
     with faulty, Runner(faulty, tmp_path / "state") as runner:
         first, second = run_batch(runner, [SPEC], attempts=3)
-        kept = runner.result(first.outcome.run_id)
-    assert first.outcome.verdict is Verdict.UNRESOLVED
-    assert second.outcome.verdict is Verdict.PASSED
-    assert second.outcome.retry_of == first.outcome.run_id
-    assert kept.faults == first.outcome.faults
+        kept = runner.result(first.result.run_id)
+    assert first.result.verdict is Verdict.UNRESOLVED
+    assert second.result.verdict is Verdict.PASSED
+    assert second.result.retry_of == first.result.run_id
+    assert kept.faults == first.result.faults
     assert (first.last, second.last) == (False, True)
 
 
@@ -569,3 +572,70 @@ def test_elapsed_time_is_the_guests_and_phases_add_up(runner):
     whole = time.monotonic() - before
     assert 0.25 <= result.outcome.elapsed_s <= result.timings["check"] + 0.02
     assert sum(result.timings.values()) <= whole
+
+
+def test_a_cancellation_while_the_workspace_is_read_leaves_no_sandbox(
+    tmp_path, backend, monkeypatch
+):
+    """What is left behind was not asked for a sandbox yet, and never asks for one."""
+    reading, go_on = threading.Event(), threading.Event()
+    scan = SpecWorkspace.manifest
+
+    def slow(self):
+        reading.set()
+        go_on.wait()
+        return scan(self)
+
+    monkeypatch.setattr(SpecWorkspace, "manifest", slow)
+    cancellation = Cancellation()
+    with Runner(backend, tmp_path / "state") as runner:
+        results = []
+        thread = threading.Thread(
+            target=lambda: results.append(runner.run(SPEC, cancellation=cancellation))
+        )
+        thread.start()
+        reading.wait()
+        cancellation.cancel()
+        thread.join(timeout=30)
+        go_on.set()
+    for call in threading.enumerate():
+        if call.name == "bounded call":
+            call.join(timeout=30)
+    assert results[0].reason is Reason.CANCELLED
+    assert results[0].retained_sandbox is None
+    assert leftovers(backend) == []
+
+
+def test_every_expectation_that_breaks_is_listed_as_a_fault(runner):
+    broken = {"one": lambda _: 1 / 0, "two": lambda _: {}["x"]}
+    result = runner.run(EvalSpec(name="x", check="true", expect=broken))
+    assert len(result.faults) == 2
+
+
+@pytest.mark.parametrize("options", [{"jobs": 0}, {"attempts": 0}])
+def test_a_batch_of_nothing_at_a_time_is_refused(runner, options):
+    with pytest.raises(ValueError, match="at least 1"):
+        list(run_batch(runner, [SPEC], **options))
+
+
+def test_content_that_was_damaged_on_disk_is_brought_anew_by_the_next_run(runner):
+    first = runner.run(SPEC)
+    entry = first.evidence.entry("output")
+    place = runner.vault.path / "objects" / entry.sha256[:2] / entry.sha256
+    place.chmod(0o644)
+    place.write_bytes(b"DONE\n")
+    assert runner.run(SPEC).verdict is Verdict.UNRESOLVED
+    assert runner.run(SPEC).verdict is Verdict.PASSED
+
+
+def test_a_sandbox_in_which_something_lives_is_not_removed_around_it(backend):
+    """What a supervisor that was killed left behind keeps the sandbox, and its id."""
+    sandbox = backend.create("r", SPEC)
+    sandbox.upload(SpecWorkspace(None, {}))
+    with subprocess.Popen(["sleep", "7310"], cwd=sandbox.workspace) as left:
+        with pytest.raises(OSError, match=f"process {left.pid} is still running in it"):
+            sandbox.destroy(CleanupPermit("r", "r"))
+        assert backend.open("r") is not None
+        left.kill()
+    sandbox.destroy(CleanupPermit("r", "r"))
+    assert backend.open("r") is None

@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.clocks import latest_start_s
-from orchestrator.core.errors import SpecError
+from orchestrator.core.errors import IllegalFactError, SpecError
 from orchestrator.core.expect import Expect, FileExpectation, nearest, refuse_unknown
 from orchestrator.core.spec import SHELLS_OWN, EvalSpec, Limits
+from orchestrator.specfile import SpecFileError
 
 NAN, INF = float("nan"), float("inf")
 DIGEST = "0123456789abcdef" * 4
@@ -629,3 +630,34 @@ def test_what_a_program_cannot_be_given_is_refused_and_not_scored_as_its_failure
     with pytest.raises(SpecError, match=rf"^{key}: .*longer than a program can be given"):
         EvalSpec(name="x", **said)
     assert EvalSpec(name="x", check=": " + "x" * 131_000).check
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SpecError("key", "problem", "expected"),
+        SpecFileError(Path("x.toml"), "[[eval]] number 1", SpecError("a", "b", "c")),
+        IllegalFactError(run_id="r", state="NEW", fact="Scored", legal=["Uploaded"], why="so"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_can_be_sent_to_another_process(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"check": "\ud800"},
+        {"check": ["true", "\ud800"]},
+        {"check": "true", "env": {"A": "\ud800"}},
+        {"check": "true", "workspace": "\ud800"},
+        {"check": "true", "files": {"\ud800": ""}},
+    ],
+)
+def test_text_that_no_program_can_be_given_is_refused(said):
+    with pytest.raises(SpecError):
+        EvalSpec(name="x", **said)
+    assert EvalSpec(name="x", check="printf \udcff")

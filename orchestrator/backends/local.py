@@ -11,6 +11,7 @@ settings (`.git`, `pyproject.toml`, `node_modules`) in the directories above it.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
@@ -24,7 +25,7 @@ from .. import guest, tree
 from ..core.errors import EvidenceIncompleteError, PermitError, SandboxGoneError, SpecError
 from ..core.evidence import Entry, Manifest
 from ..core.facts import SandboxRef
-from ..guest.processes import Launcher, open_kept, read_claim, read_small, wait
+from ..guest.processes import Launcher, inhabitants, open_kept, read_claim, read_small, wait
 from ..ports import Ending, Intake, Order, Record, Slot, Workspace
 
 if TYPE_CHECKING:
@@ -45,11 +46,12 @@ class LocalBackend:
 
         Args:
             root: directory for sandboxes, made if it is not there; None for one of this user's in
-                TMPDIR or /var/tmp, which must be nobody else's.
+                TMPDIR or /var/tmp, which must be nobody else's. Runs are resumed with the one that
+                they were begun with: in another, their sandboxes would not be found.
             shell: absolute path of the POSIX shell that runs the guest and every text command.
 
         Raises:
-            SandboxGoneError: the default directory belongs to somebody else.
+            PermissionError: the default directory belongs to somebody else.
         """
         self.root = Path(root) if root is not None else _own_root()
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -58,7 +60,7 @@ class LocalBackend:
         self._launcher = Launcher()
 
     def refuse(self, spec: EvalSpec) -> None:
-        """Refuse limits: nothing here could enforce them.
+        """Refuse limits, which nothing here could enforce, and a workspace around the sandboxes.
 
         Raises:
             SpecError: naming the limit.
@@ -70,6 +72,12 @@ class LocalBackend:
                     "the local backend cannot enforce it",
                     "no such limit, or a backend with containers",
                 )
+        if spec.workspace is not None and self.root.is_relative_to(Path(spec.workspace).resolve()):
+            raise SpecError(
+                "workspace",
+                f"the sandboxes, in {self.root}, would be a part of it",
+                "a workspace elsewhere, or another TMPDIR",
+            )
 
     def create(self, run_id: str, spec: EvalSpec) -> LocalSandbox:
         """Make the run's directory, or find it."""
@@ -192,10 +200,15 @@ class LocalSandbox:
                 f"sandbox {self.ref.sandbox_id}: the permit is for sandbox {permit.sandbox_id} "
                 f"of run {permit.run_id}"
             )
-        for record in sorted((self.home / "records").glob("*")):
-            claim = read_claim(record)
-            if claim is not None and not (record / "ended").exists() and claim.alive():
-                raise SandboxGoneError(f"{record}: its command is still running")
+        ended = {place.parent.name for place in (self.home / "records").glob("*/ended")}
+        if {place.name for place in (self.home / "records").glob("*")} != ended or not ended:
+            # Some supervisor left no record: it may be alive, or what it was killed over.
+            for record in sorted((self.home / "records").glob("*")):
+                claim = read_claim(record)
+                if record.name not in ended and claim is not None and claim.alive():
+                    raise OSError(errno.EBUSY, "its command is still running", str(record))
+            for pid in inhabitants(self.home):
+                raise OSError(errno.EBUSY, f"process {pid} is still running in it", str(self.home))
         tree.remove(self.home)
 
     # --- the guest --------------------------------------------------------------------------------
@@ -227,7 +240,7 @@ class LocalSandbox:
         (record / "keep").write_text(str(order.output_bytes))
         draft = record / f"request.{os.urandom(4).hex()}"
         draft.touch(mode=0o600)
-        draft.write_bytes(os.fsencode(text))
+        draft.write_bytes(text.encode("utf-8", "surrogateescape"))
         draft.rename(record / "request")
 
     def _guest(self, verb: str, record: Path) -> tuple[list[str], dict[str, str], str]:
@@ -327,12 +340,14 @@ def _has_setsid() -> bool:
 
 def _own_root() -> Path:
     """Give the default place for sandboxes: private, and provably this user's own."""
-    base = Path(os.environ.get("TMPDIR", "/var/tmp"))  # noqa: S108 - made private below
+    base = Path(os.environ.get("TMPDIR") or "/var/tmp").absolute()  # noqa: S108 - made private below
     if not os.access(base, os.W_OK):
         base = Path(tempfile.gettempdir())
     root = base / f"orchestrator-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
     info = root.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-        raise SandboxGoneError(f"{root} belongs to somebody else; give LocalBackend another root")
+        raise PermissionError(
+            errno.EACCES, "belongs to somebody else; give LocalBackend another root", str(root)
+        )
     return root

@@ -6,6 +6,7 @@ would have been legal, because it is read by somebody who was not there.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,13 +31,19 @@ class IllegalFactError(OrchestratorError):
         self.state = state
         self.fact = fact
         self.legal = tuple(legal)
+        self.why = why
         allowed = ", ".join(self.legal) or f"none ({state} is final)"
         because = f" ({why})" if why else ""
         super().__init__(f"run {run_id}: {fact} is not legal in {state}{because}; legal: {allowed}")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Let it be sent from one process to another."""
+        said = {name: getattr(self, name) for name in ("run_id", "state", "fact", "legal", "why")}
+        return partial(type(self), **said), ()
+
 
 class SpecError(OrchestratorError):
-    """A spec says something that cannot be meant. Nothing has been started.
+    """A spec, or something else that a person wrote, cannot be meant. Nothing has been started.
 
     `key` is the path of the offending key (`expect.files[0].sha256`), `expected` what belongs
     there.
@@ -48,6 +55,10 @@ class SpecError(OrchestratorError):
         self.problem = problem
         self.expected = expected
         super().__init__(f"{key}: {problem}; expected {expected}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Let it be sent from one process to another."""
+        return type(self), (self.key, self.problem, self.expected)
 
 
 class EvidenceIncompleteError(OrchestratorError):

@@ -38,6 +38,11 @@ def refuse_unknown(table: Mapping[str, Any], known: Iterable[str], where: str = 
             raise SpecError(f"{where}{name}", "unknown key", nearest(str(name), known))
 
 
+def encodes(value: str) -> bool:
+    """Tell whether text can be given to the system: of surrogates, those of PEP 383 can."""
+    return not any("\ud800" <= c <= "\udfff" and not "\udc80" <= c <= "\udcff" for c in value)
+
+
 def inside(path: str) -> bool:
     """Tell whether a path names an entry of the tree that it is relative to."""
     pure = PurePosixPath(path)

@@ -60,7 +60,7 @@ class FaultKind(StrEnum):
     """Something of the check could not be proven stopped."""
 
     INCOMPLETE = "incomplete"
-    """What arrived is not what the sandbox has."""
+    """What arrived, or what was kept of it, is not what the sandbox has."""
 
     SANDBOX_GONE = "sandbox_gone"
     """The sandbox vanished, or another one answers under its name."""
@@ -207,7 +207,14 @@ class Scored(Fact):
 
 @frozen(kw_only=True)
 class ScoringFailed(Fact):
-    """At least one expectation could not be evaluated. The others keep their results."""
+    """At least one expectation could not be evaluated. The others keep their results.
+
+    Attributes:
+        fault: of the first of them.
+        faults: of further ones.
+        expectations: what each found, or did not.
+    """
 
     fault: Fault
+    faults: tuple[Fault, ...] = ()
     expectations: tuple[ExpectationResult, ...] = ()

@@ -19,7 +19,7 @@ from attrs import asdict, field, fields_dict, frozen
 
 from .clocks import latest_start_s
 from .errors import SpecError
-from .expect import Expect, inside, refuse_unknown
+from .expect import Expect, encodes, inside, refuse_unknown
 
 if TYPE_CHECKING:
     from attrs import Attribute
@@ -105,7 +105,7 @@ def _name(instance: object, attribute: Attribute[Any], value: object) -> None:
 
 def _text(instance: object, attribute: Attribute[Any], value: object) -> None:
     del instance
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
+    if not isinstance(value, str) or not value.strip() or "\0" in value or not encodes(value):
         raise _refuse(attribute, value, "text that is not empty and has no NUL")
 
 
@@ -120,6 +120,8 @@ def _size(words: Iterable[str]) -> int:
 
 def _command(instance: object, attribute: Attribute[Any], value: object) -> None:
     words = value if isinstance(value, tuple) else (value,)
+    if any(isinstance(word, str) and not encodes(word) for word in words):
+        raise _refuse(attribute, value, "words that a program can be given")
     if any(isinstance(word, str) and _size([word]) > WORD_BYTES for word in words):
         raise SpecError(attribute.name, "a word is longer than a program can be given", "< 128 KiB")
     if isinstance(value, tuple):
@@ -141,7 +143,7 @@ def _checked_files(instance: object, attribute: Attribute[Any], value: Mapping[A
     del instance
     for path, content in value.items():
         key = f"{attribute.name}.{path}"
-        if "\0" in path or not inside(path):
+        if "\0" in path or not encodes(path) or not inside(path):
             raise SpecError(key, "leads outside", "a relative path without `..`")
         if not isinstance(content, bytes):
             raise SpecError(key, f"got {type(content).__name__}", "text or bytes")
@@ -177,7 +179,7 @@ def _checked_env(instance: object, attribute: Attribute[Any], value: Mapping[Any
             raise SpecError(
                 key, "some shells keep it for themselves", "a name that a shell can set"
             )
-        if not isinstance(content, str) or "\0" in content:
+        if not isinstance(content, str) or "\0" in content or not encodes(content):
             raise SpecError(key, f"got {content!r}", "text without NUL")
         if _size([f"{name}={content}"]) > WORD_BYTES:
             raise SpecError(key, "longer than a program can be given", "less than 128 KiB")
@@ -220,7 +222,7 @@ class Limits:
     """What the check may use. A backend that cannot enforce a limit that is set refuses the spec.
 
     Attributes:
-        output_bytes: of each of stdout and stderr that are kept, first and last halves.
+        output_bytes: kept of each of stdout and stderr: half from the start, half from the end.
         memory_bytes: of memory; beyond it the outcome is `out_of_memory`.
         cpus: processors' worth of time.
         pids: processes and threads.

@@ -9,8 +9,8 @@ environment, which other processes can read.
 from __future__ import annotations
 
 import math
-import shlex
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Final
 
 from ..ports import Ending, Order, Record
@@ -39,29 +39,25 @@ def request(
     """
     session = '"$1" -- ' if detach else ""
     exports = (
-        f"export {name}={_quote(value)} || return" for name, value in {**env, **order.env}.items()
+        f"export {name}={quote(value)} || return" for name, value in {**env, **order.env}.items()
     )
     return "\n".join(
         [
-            f"nonce={_quote(order.nonce)}",
+            f"nonce={quote(order.nonce)}",
             f"deadline_s={order.deadline_s:.3f}",
             f"deadline={_hundredths(order.deadline_s)}",
             f"grace={_hundredths(order.grace_s)}",
             f"latest={_hundredths(now_s + order.latest_start_s)}",
             f"keep={math.ceil(order.output_bytes / 2)}",
-            f"workdir={_quote(workdir)}",
+            f"workdir={quote(workdir)}",
             "environment() {",
             "unset OLDPWD",
             *exports,
             "}",
-            f"program() {{ exec {session}{' '.join(_quote(word) for word in order.argv)}; }}",
+            f"program() {{ exec {session}{' '.join(quote(word) for word in order.argv)}; }}",
             "",
         ]
     )
-
-
-def _quote(text: str) -> str:
-    return shlex.quote(text)
 
 
 def _hundredths(seconds: float) -> int:

@@ -40,7 +40,7 @@ class Claim:
             return False
         except PermissionError:
             return False
-        return _born(self.pid) == self.born
+        return _born(self.pid) == self.born and not _zombie(self.pid)
 
 
 def open_kept(path: Path) -> BinaryIO:
@@ -85,6 +85,27 @@ def _born(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()[19].decode()
     except (OSError, IndexError):
         return ""
+
+
+def _zombie(pid: int) -> bool:
+    """Tell whether a process has ended and only waits to be reaped, which nobody may ever do."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] in {b"Z", b"X"}
+    except OSError:
+        return False
+
+
+def inhabitants(directory: Path) -> list[int]:
+    """Give the living processes whose working directory is in a directory, or was."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        try:
+            place = str(link.readlink()).removesuffix(" (deleted)")
+        except OSError:
+            continue  # it ended (a zombie has no directory), or is somebody else's
+        if place == str(directory) or place.startswith(f"{directory}/"):
+            found.append(int(link.parent.name))
+    return found
 
 
 def _parent(pid: int) -> int | None:

@@ -6,7 +6,7 @@
 #
 # Theory of operation. The supervisor runs the command as a *foreground* child, because a shell makes
 # its background children ignore SIGINT, for good. Beside it run a monitor that enforces the deadline
-# and two collectors that keep head and tail of its output. Three decisions are made by creating a
+# and two collectors that keep head and tail of its output. Two decisions are made by creating a
 # file that must not exist (noclobber is O_EXCL), so that exactly one side wins:
 #
 #   claim      who may start the command: the first supervisor to come, or settle, which never does
@@ -21,7 +21,7 @@
 # The record ends with a nonce that the client chose and that is wiped from the request before the
 # command starts: a record without it was not written here.
 #
-# Needs sh, and dd, mkfifo, mv, sleep, from any of coreutils, busybox or toybox; setsid where there is
+# Needs sh, and cat, dd, mkfifo, mv, sleep, wc, from any of coreutils, busybox or toybox; setsid where there is
 # one. Reads /proc where there is one, else `ps` and `date`.
 #
 # shellcheck disable=SC2154 # nonce, deadline, grace, latest, keep, workdir come with the request

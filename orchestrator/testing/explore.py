@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 from attrs import define, field, frozen
 
 from ..core.evidence import Manifest
+from ..core.spec import BACKSTOP_SLACK_S
 from ..core.states import State
 from ..core.table import edges, violations
 from ..core.verdict import OutcomeKind, Verdict
@@ -86,8 +87,7 @@ SCENARIOS: Final = (
         expected=Verdict.UNRESOLVED,
     ),
 )
-"""A check that passes, one that fails by a code that reads like a timeout, one that overruns, one
-set up."""
+"""One that passes, one with a timeout's code, one that is late, one set up, one unscorable."""
 
 _OUTCOMES: Final = {
     Ending.EXITED: OutcomeKind.EXITED,
@@ -262,8 +262,7 @@ def _further(world: World, plan: tuple[Injection, ...]) -> Iterator[Injection]:
             yield Injection(verb, way, call)
 
 
-# --- the properties that always hold
-# ------------------------------------------------------------------
+# --- the properties that always hold --------------------------------------------------------------
 
 
 def check(world: World, properties: Mapping[str, Property] | None = None) -> None:
@@ -284,10 +283,10 @@ def _ends(world: World, run: Run) -> str:
         return f"it is still {run.state} after {world.lives} runners"
     spec = world.scenario(run.run_id).eval_spec
     each = (
-        2 * BOUNDS.upload_s
+        3 * BOUNDS.upload_s
         + spec.setup_deadline_s
         + spec.grace_s
-        + 30.0
+        + BACKSTOP_SLACK_S
         + spec.backstop
         + 3 * BOUNDS.settle_s
         + BOUNDS.download_s
@@ -359,8 +358,7 @@ def _path(world: World, run: Run) -> str:
 
 def _once(world: World, run: Run) -> str:
     mine = [(slot, sandbox) for run_id, slot, sandbox in world.starts if run_id == run.run_id]
-    # A runner that died with a sandbox that had vanished sets up another one. It never checks
-    # twice.
+    # A runner that died with a vanished sandbox sets up another one. It never checks twice.
     times = Counter(("check", "any sandbox") if slot == "check" else (slot, s) for slot, s in mine)
     return "".join(f"its {slot} was started {n} times" for (slot, _), n in times.items() if n > 1)
 
@@ -411,12 +409,10 @@ ALWAYS: Final[dict[str, Property]] = {
 TOGETHER: Final = {
     name: test for name, test in ALWAYS.items() if test not in {_faults_listed, _undisturbed, _ends}
 }
-"""Those that say nothing of which of several runs a fault has met, or for how long one had to
-wait."""
+"""Those that do not say which of several runs met a fault, or how long one had to wait."""
 
 
-# --- at random
-# -------------------------------------------------------------------------------------
+# --- at random ------------------------------------------------------------------------------------
 
 
 def wander(seed: int, *, runs: int = 3, odds: float = 0.05) -> World:
@@ -435,7 +431,6 @@ def wander(seed: int, *, runs: int = 3, odds: float = 0.05) -> World:
         return None
 
     world = World(choose=choose)
-    world.backend.choose = choose
     try:
         for _ in range(runs):
             world.begin(dice.choice(SCENARIOS))

@@ -170,7 +170,7 @@ class Waiting(Protocol):
     """How an injected fault lets time pass."""
 
     def hang(self) -> None:
-        """Do not come back while the client could be waiting; then raise `InjectedError`."""
+        """Do not come back while the client could be waiting; then raise."""
 
     def later(self, act: Callable[[], object]) -> None:
         """Act after the client has given up waiting; then raise as `hang` does."""
@@ -253,6 +253,11 @@ class FaultyBackend:
     def isolation(self) -> str:
         """The backend's own isolation."""
         return self.backend.isolation
+
+    @property
+    def shell(self) -> str:
+        """The backend's own shell."""
+        return getattr(self.backend, "shell", "/bin/sh")
 
     def refuse(self, spec: EvalSpec) -> None:
         """Refuse what the backend refuses."""

@@ -140,7 +140,7 @@ SPEC: Final = EvalSpec(
 """What `run_lifecycle_suite` runs: a check that always passes if it is measured rightly."""
 
 _REMOTE: Final = ("create", "upload", "manifest", "execute", "fetch", "destroy")
-_PROMPT: Final = frozenset({Way.HANG_BEFORE, Way.HANG_AFTER, Way.LATE, Way.CLOCK_JUMP})
+_WAITED_FOR: Final = frozenset({Way.HANG_BEFORE, Way.HANG_AFTER, Way.LATE, Way.CLOCK_JUMP})
 
 
 def run_lifecycle_suite(
@@ -173,7 +173,7 @@ def run_lifecycle_suite(
         for verb, contract in verbs.items()
         for way in contract
         for call in (1, 2)
-        if hangs or way not in _PROMPT
+        if hangs or way not in _WAITED_FOR
     ]
     quick = bounds or Bounds(upload_s=5, settle_s=5, download_s=5, destroy_s=5, score_s=5)
 

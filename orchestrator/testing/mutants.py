@@ -474,8 +474,8 @@ def _ignored() -> AbstractContextManager[object]:
 
 
 @_mutant(
-    "permit not compared",
-    "The runner destroys whatever sandbox it finds, with any permit.",
+    "refused permit reported as done",
+    "The runner shows a permit of another run, and reports the refusal as done.",
     "a sandbox that exists has its id kept",
 )
 def _wrong_permit() -> AbstractContextManager[object]:

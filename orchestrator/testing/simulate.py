@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from ..ports import Record
 
 
+CLEANED_EARLY: Final = "P1 cleanup follows a recorded download attempt"
+MOVING: Final = "P3 nothing is downloaded while the check may run"
 LIVES: Final = 6
 """Runners that a world has at most, more than there are faults that can end one."""
 AFTERLIFE_S: Final = 100.0
@@ -240,13 +242,13 @@ class World:
         """Take note of a download, which must not be of a moving tree that may be scored."""
         state = self.journal.step(sandbox.run_id).run.state
         if state is State.CHECKED and not sandbox.still:
-            self.problem("P3 nothing is downloaded while the check may run", sandbox.run_id)
+            self.problem(MOVING, sandbox.run_id)
 
     def destroyed(self, sandbox: SimulatedSandbox) -> None:
         """Destroy a sandbox, whose download must have been attempted and recorded."""
         facts = self.journal.facts[sandbox.run_id]
         if not any(isinstance(fact, Downloaded | DownloadFailed) for fact in facts):
-            self.problem("P1 cleanup follows a recorded download attempt", sandbox.run_id)
+            self.problem(CLEANED_EARLY, sandbox.run_id)
         for command in sandbox.commands.values():
             command.running = False
         self.sandboxes.pop(sandbox.run_id, None)
