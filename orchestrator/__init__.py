@@ -22,7 +22,7 @@ from .core.errors import (
     SpecError,
     StorageError,
 )
-from .core.evidence import Output, Provenance
+from .core.evidence import Entry, Manifest, Output, Provenance
 from .core.expect import Expect, FileExpectation
 from .core.facts import Fault, FaultKind
 from .core.machine import Run, Step, advance, begin, legal_facts, replay
@@ -38,6 +38,7 @@ __all__ = [
     "TABLE",
     "Bounds",
     "Cancellation",
+    "Entry",
     "EvalSpec",
     "Evidence",
     "EvidenceIncompleteError",
@@ -47,6 +48,7 @@ __all__ = [
     "FileExpectation",
     "IllegalFactError",
     "Limits",
+    "Manifest",
     "OrchestratorError",
     "Outcome",
     "OutcomeKind",
