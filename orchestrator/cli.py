@@ -122,6 +122,29 @@ def resume(
 
 
 @app.command()
+def sweep(
+    *,
+    kept: Annotated[
+        bool, typer.Option("--kept", help="Also those kept on purpose, as `retain` asks.")
+    ] = False,
+    backend: BackendOption = BackendName.LOCAL,
+    jobs: Jobs = 1,
+    state_dir: StateDir = STATE_DIR,
+) -> None:
+    """Finish what can be resumed, then destroy the sandboxes that finished runs left."""
+    _require(state_dir)
+    with _Session(backend, state_dir, as_json=False) as session:
+        unfinished = session.runner.unfinished()
+        session.display.total = len(unfinished)
+        for attempt in resume_batch(session.runner, unfinished, jobs=jobs):
+            session.display.show(attempt)
+        swept = session.runner.sweep(kept=kept)
+    for each in swept:
+        _console().print(f"{each.sandbox_id}: {escape(printable(each.problem)) or 'gone'}")
+    raise typer.Exit(UNRESOLVED if any(each.problem for each in swept) else PASSED)
+
+
+@app.command()
 def runs(*, as_json: AsJson = False, state_dir: StateDir = STATE_DIR) -> None:
     """List all runs, oldest first."""
     results = []

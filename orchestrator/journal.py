@@ -6,7 +6,8 @@ numbered from 1 within their run, and `PRIMARY KEY (run_id, seq)` makes the file
 second writer of the same run. A fact and the intent that follows from it are one transaction, and
 it is on disk before the command is performed (`synchronous=FULL`). The state of a run is nowhere:
 it is the fold of its facts. Each entry has a digest of itself and of the entry before it, so that
-damage is found and never folded.
+damage is found and never folded. That the sandbox of a run that is over was swept is recorded, too,
+and changes nothing of its lifecycle.
 
 Who may drive a run is settled by a lock file for each live runner, held by the kernel for as long
 as the process lives: no process id is compared, so none can be reused.
@@ -29,7 +30,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from .codec import FACTS, decode, encode
 from .core.errors import JournalConflictError, JournalError, OrchestratorError
@@ -53,7 +54,7 @@ class JournalEntry:
 
     Attributes:
         seq: from 1, without gaps.
-        kind: `intent`, `fact` or `owner`.
+        kind: `intent`, `fact`, `owner` or `swept`.
         name: of the command, the fact, or the runner.
         at: seconds since the epoch, for display.
         fact: the fact, None for other kinds.
@@ -194,6 +195,18 @@ class Journal:
             payload = encode(fact)
             self._add(run_id, "fact", type(fact).__name__, payload)
             self._add_intent(run_id, command)
+
+    def swept(self, run_id: str) -> None:
+        """Record that what a finished run left is gone. It has to be taken over for that.
+
+        Raises:
+            JournalConflictError: another runner has written to the run.
+            JournalError: it could not be written.
+        """
+        with self._transaction(run_id):
+            if run_id not in self._driven:
+                raise JournalConflictError(f"run {run_id} is not driven by this runner")
+            self._add(run_id, "swept", "Swept", "{}")
 
     def _add_intent(self, run_id: str, command: Command | None) -> None:
         if command is not None:
@@ -360,9 +373,12 @@ class Journal:
         Raises:
             JournalError: it cannot be read, or its facts are not a lifecycle.
         """
-        found = [entry.fact for entry in self.entries(run_id) if entry.fact is not None]
+        entries = self.entries(run_id)
+        found = [entry.fact for entry in entries if entry.fact is not None]
         try:
-            return replay(run_id, found, self.record(run_id).spec.retain)
+            step = replay(run_id, found, self.record(run_id).spec.retain)
+            swept = any(entry.kind == "swept" for entry in entries)
+            return evolve(step, run=evolve(step.run, sandbox_gone=True)) if swept else step
         except OrchestratorError as error:
             raise JournalError(f"journal {self.path}: {error}") from error
 

@@ -38,7 +38,7 @@ CREATE TABLE runs (
 CREATE TABLE entries (
     run_id TEXT NOT NULL REFERENCES runs,
     seq INTEGER NOT NULL,
-    kind TEXT NOT NULL CHECK (kind IN ('intent', 'fact', 'owner')),
+    kind TEXT NOT NULL CHECK (kind IN ('intent', 'fact', 'owner', 'swept')),
     name TEXT NOT NULL,
     payload TEXT NOT NULL,
     at REAL NOT NULL,

@@ -245,6 +245,9 @@ class Journal(Protocol):
     def release(self, run_id: str) -> None:
         """Let go of a run: it is finished, or stopped where it is, to be taken up again."""
 
+    def swept(self, run_id: str) -> None:
+        """Record that what a finished run left is gone."""
+
     def record(self, run_id: str) -> RunRecord:
         """Give a run as it was begun."""
 

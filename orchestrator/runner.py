@@ -27,14 +27,18 @@ from attrs import evolve, frozen
 from .clock import Cancellation, SystemClock
 from .core.clocks import Bounds
 from .core.errors import (
+    JournalConflictError,
     JournalError,
     SpecError,
 )
+from .core.facts import CleanupFailed
 from .core.machine import (
     Command,
+    Destroy,
     Run,
     Step,
     advance,
+    sweep,
 )
 from .journal import Journal
 from .performer import Performer
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
     from .core.facts import (
         Fact,
     )
+    from .core.machine import CleanupPermit
     from .core.spec import EvalSpec
     from .ports import Backend, RunRecord
 
@@ -68,6 +73,21 @@ class Progress:
     run: Run
     fact: Fact | None
     command: Command | None
+
+
+@frozen
+class Swept:
+    """What came of sweeping one sandbox.
+
+    Attributes:
+        run_id: the run that left it.
+        sandbox_id: its id.
+        problem: why it is not confirmed gone; empty where it is.
+    """
+
+    run_id: str
+    sandbox_id: str
+    problem: str
 
 
 class Runner:
@@ -235,6 +255,50 @@ class Runner:
         self.journal.take_over(run_id)
         return self._drive(record, self.journal.step(run_id), cancellation)
 
+    def sweep(self, *, kept: bool = False) -> list[Swept]:
+        """Destroy the sandboxes that finished runs left on this backend. No verdict is touched.
+
+        A run that is not finished is not touched either: `resume` finishes it, and its sandbox.
+
+        Args:
+            kept: also those that were kept on purpose, as `retain` of their specs asks.
+        """
+        done = []
+        for run_id in self.journal.run_ids():
+            record, run = self.journal.record(run_id), self.journal.step(run_id).run
+            permit = sweep(run)
+            if permit is None or record.backend != self.backend.name:
+                continue
+            if kept or not run.kept_on_purpose:
+                done.append(self._sweep(record, run, permit))
+        return done
+
+    def _sweep(self, record: RunRecord, run: Run, permit: CleanupPermit) -> Swept:
+        sandbox_id = permit.sandbox_id or run.run_id
+        try:
+            self.journal.take_over(run.run_id)
+        except JournalConflictError as error:
+            return Swept(run.run_id, sandbox_id, str(error))
+        try:
+            fact = self._performer(record, None).perform(run, Destroy(permit))
+            if isinstance(fact, CleanupFailed):
+                return Swept(run.run_id, sandbox_id, fact.fault.message)
+            self.journal.swept(run.run_id)
+        finally:
+            self.journal.release(run.run_id)
+        return Swept(run.run_id, sandbox_id, "")
+
+    def _performer(self, record: RunRecord, cancellation: Cancellation | None) -> Performer:
+        return Performer(
+            self.backend,
+            self.vault,
+            self.clock,
+            self.bounds,
+            self.state_dir,
+            record,
+            cancellation,
+        )
+
     def result(self, run_id: str) -> RunResult:
         """Give what is known of a run, finished or not.
 
@@ -271,15 +335,7 @@ class Runner:
         self, record: RunRecord, step: Step, cancellation: Cancellation | None = None
     ) -> Iterator[Step]:
         """The loop: give every step once its fact is on disk, before its command is performed."""
-        performer = Performer(
-            self.backend,
-            self.vault,
-            self.clock,
-            self.bounds,
-            self.state_dir,
-            record,
-            cancellation,
-        )
+        performer = self._performer(record, cancellation)
         try:
             self._observer(Progress(record, step.run, None, step.command))
             yield step

@@ -373,3 +373,14 @@ def test_the_locale_of_the_host_changes_no_verdict(cli, tmp_path):
 def test_a_workspace_with_the_sandboxes_in_it_is_refused(cli, tmp_path):
     (tmp_path / "a.toml").write_text('[[eval]]\nname = "x"\ncheck = "true"\nworkspace = "."\n')
     assert "sandboxes" in cli("run", "a.toml", status=2).stderr  # TMPDIR is below
+
+
+def test_sweep_takes_what_was_kept_when_it_is_told_to(cli, tmp_path):
+    (tmp_path / "a.toml").write_text(UNRESOLVED + 'retain = "unresolved"\n')
+    result = json.loads(cli("run", "a.toml", "--json", status=3).stdout)
+    assert result["retained_sandbox"] == result["run_id"]
+    assert cli("sweep", status=0).stdout == ""
+    assert "gone" in cli("sweep", "--kept", status=0).stdout
+    shown = json.loads(cli("show", result["run_id"], "--json").stdout)
+    assert shown["retained_sandbox"] is None
+    assert shown["verdict"] == "UNRESOLVED"

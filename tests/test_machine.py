@@ -54,6 +54,7 @@ from orchestrator.core.machine import (
     begin,
     legal_facts,
     replay,
+    sweep,
 )
 from orchestrator.core.states import State
 from orchestrator.core.table import TABLE, edges
@@ -66,6 +67,7 @@ from orchestrator.core.verdict import (
     Tally,
     Verdict,
 )
+from orchestrator.testing import strategies
 
 FACTS = Fact.__subclasses__()
 RUN = "r1"
@@ -841,3 +843,16 @@ def test_a_check_that_starts_late_still_has_its_deadline_before_the_client_gives
 def test_a_bound_is_a_time_that_ends(name, value):
     with pytest.raises(ValueError, match=name):
         Bounds(**{name: value})
+
+
+@given(life=strategies.walks("run"), retain=st.sampled_from(["never", "unresolved"]))
+def test_what_is_left_may_be_swept_when_the_run_is_over_and_not_before(life, retain):
+    step = begin("run", retain)
+    for fact in life:
+        assert sweep(step.run) is None
+        step = advance(step.run, fact)
+    permit = sweep(step.run)
+    if step.run.retained_sandbox is None:
+        assert permit is None
+    else:
+        assert permit == CleanupPermit("run", step.run.retained_sandbox)

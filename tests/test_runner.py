@@ -639,3 +639,53 @@ def test_a_sandbox_in_which_something_lives_is_not_removed_around_it(backend):
         left.kill()
     sandbox.destroy(CleanupPermit("r", "r"))
     assert backend.open("r") is None
+
+
+# --- sweeping -------------------------------------------------------------------------------------
+
+
+def test_a_sandbox_whose_cleanup_failed_is_swept_later_and_the_result_says_so(tmp_path, backend):
+    """A failed deletion keeps the id and the verdict; sweeping finishes the job."""
+    faulty = FaultyBackend(backend, ["destroy:error-before"])
+    with faulty, Runner(faulty, tmp_path / "state") as runner:
+        result = runner.run(SPEC)
+        assert result.retained_sandbox == result.run_id
+        (swept,) = runner.sweep()
+        assert (swept.run_id, swept.problem) == (result.run_id, "")
+        assert runner.sweep() == []
+    with Runner(backend, tmp_path / "state") as another:
+        after = another.result(result.run_id)
+    assert after.verdict is result.verdict
+    assert after.faults == result.faults
+    assert after.retained_sandbox is None
+    assert leftovers(backend) == []
+
+
+def test_what_could_not_be_swept_keeps_its_id_and_says_why(tmp_path, backend):
+    faulty = FaultyBackend(backend, ["destroy:error-before", "destroy#2:error-before"])
+    with faulty, Runner(faulty, tmp_path / "state") as runner:
+        result = runner.run(SPEC)
+        (swept,) = runner.sweep()
+        assert "destroy failed" in swept.problem
+        assert runner.result(result.run_id).retained_sandbox == result.run_id
+
+
+def test_a_sandbox_that_was_kept_on_purpose_is_swept_only_when_that_is_asked_for(runner, backend):
+    result = runner.run(EvalSpec(name="x", setup="exit 1", check="true", retain="unresolved"))
+    assert runner.sweep() == []
+    assert leftovers(backend) == [result.run_id]
+    (swept,) = runner.sweep(kept=True)
+    assert swept.problem == ""
+    assert leftovers(backend) == []
+
+
+def test_sweeping_leaves_alone_what_is_not_finished(tmp_path, backend):
+    with Runner(backend, tmp_path / "state") as first:
+        record, step = first.begin(SPEC)
+        steps = first.steps(record, step)
+        next(steps)
+        next(steps)  # uploaded
+        with Runner(backend, tmp_path / "state") as other:
+            assert other.sweep(kept=True) == []
+        assert leftovers(backend) == [record.run_id]
+        assert [*steps][-1].run.finished

@@ -116,6 +116,12 @@ class Run:
         return next((reason for reason in causes if reason), Reason.UNKNOWN)
 
     @property
+    def kept_on_purpose(self) -> bool:
+        """Whether the sandbox was kept because the spec asks for it, and not for a fault."""
+        faults = any(fault.phase is Phase.DESTROY for fault in self.faults)
+        return self.retained_sandbox is not None and not faults
+
+    @property
     def retained_sandbox(self) -> str | None:
         """Id of a sandbox that is not confirmed gone although the run is finished with it."""
         done = self.finished or self.state is State.CLEANUP_FAILED
@@ -236,6 +242,16 @@ def replay(run_id: str, facts: Iterable[Fact], retain: Retain = "never") -> Step
     for fact in facts:
         step = advance(step.run, fact)
     return step
+
+
+def sweep(run: Run) -> CleanupPermit | None:
+    """Give leave to destroy what a finished run left; None where nothing is left, or it goes on.
+
+    No step of the lifecycle: the run has its verdict, and keeps it whatever becomes of this.
+    """
+    if not run.finished or run.retained_sandbox is None:
+        return None
+    return CleanupPermit(run.run_id, run.retained_sandbox)
 
 
 def legal_facts(state: State, table: Table = TABLE) -> tuple[type[Fact], ...]:

@@ -439,6 +439,8 @@ def wander(seed: int, *, runs: int = 3, odds: float = 0.05) -> World:
                 world.resume()
             elif world.lives < LIVES and dice.random() < odds:
                 world.crash()
+            elif dice.random() < odds:
+                world.sweep()
             else:
                 world.step(dice.choice(list(world.driven)))
         world.play()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attrs import evolve
+
 from ..core.errors import (
     JournalConflictError,
     JournalError,
@@ -30,6 +32,7 @@ class SimulatedJournal:
         self._world = world
         self._records: dict[str, RunRecord] = {}
         self._begun: dict[str, Step] = {}
+        self._swept: set[str] = set()
         self._folds: dict[str, tuple[int, Step]] = {}
         self.facts: dict[str, list[Fact]] = {}
         self.owners: dict[str, int] = {}
@@ -97,6 +100,10 @@ class SimulatedJournal:
 
         self._write(f"{run_id} is taken over", write)
 
+    def swept(self, run_id: str) -> None:
+        """Record that what a finished run left is gone."""
+        self._write(f"{run_id} is swept", lambda: self._swept.add(run_id))
+
     def release(self, run_id: str) -> None:
         """Do nothing: a simulated runner dies with the runs that it drives."""
 
@@ -110,7 +117,8 @@ class SimulatedJournal:
         for fact in self.facts[run_id][folded:]:
             step = advance(step.run, fact)
         self._folds[run_id] = (len(self.facts[run_id]), step)
-        return step
+        swept = run_id in self._swept
+        return evolve(step, run=evolve(step.run, sandbox_gone=True)) if swept else step
 
     def run_ids(self) -> list[str]:
         """Give every run."""

@@ -79,6 +79,11 @@ class LifecycleMachine(RuleBasedStateMachine):
         """Have the runner that lives take over what nobody drives."""
         self.world.resume()
 
+    @rule()
+    def sweep(self) -> None:
+        """Have the runner destroy what finished runs left."""
+        self.world.sweep()
+
     @rule(seconds=st.floats(0, 50))
     def wait(self, seconds: float) -> None:
         """Let time pass. Always possible, so that there always is a next rule."""

@@ -202,6 +202,11 @@ class World:
                 record, step = self.journal.record(run_id), self.journal.step(run_id)
                 self.driven[run_id] = self.runner.steps(record, step)
 
+    def sweep(self) -> None:
+        """Have the runner destroy what finished runs left, also what they kept on purpose."""
+        with self._survived():
+            self.runner.sweep(kept=True)
+
     @contextmanager
     def _survived(self) -> Iterator[None]:
         """Let the world outlive its runner."""
