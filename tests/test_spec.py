@@ -661,3 +661,9 @@ def test_text_that_no_program_can_be_given_is_refused(said):
     with pytest.raises(SpecError):
         EvalSpec(name="x", **said)
     assert EvalSpec(name="x", check="printf \udcff")
+
+
+def test_a_name_is_text_that_can_be_stored():
+    """A program can be given the byte 0xff; a journal and a report cannot be told its name."""
+    with pytest.raises(SpecError, match="UTF-8"):
+        EvalSpec(name="\udcff", check="true")
