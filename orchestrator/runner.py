@@ -14,7 +14,6 @@ again, destroy finds it gone.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import threading
@@ -187,6 +186,8 @@ class Runner:
         there is of evidence is saved, the sandbox is destroyed, and then the cancellation goes on
         its way.
         """
+        import asyncio  # noqa: PLC0415 - who does not await need not load it
+
         loop = asyncio.get_running_loop()
         future: asyncio.Future[RunResult] = loop.create_future()
         cancellation = Cancellation()
