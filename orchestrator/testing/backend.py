@@ -237,6 +237,8 @@ class SimulatedBackend:
     def create(self, run_id: str, spec: EvalSpec) -> SimulatedSandbox:
         """Create a sandbox, or find it."""
         del spec
+        if self.world.clock.late_from not in {None, self.world.lives}:
+            raise SandboxGoneError("who asked for it is gone: beyond the fault contract")
         self.world.clock.sleep(LATENCY_S)
         if run_id not in self.world.sandboxes:
             self.world.created.append(run_id)

@@ -29,6 +29,8 @@ class SimulatedClock:
     def __init__(self) -> None:
         """Begin at 0, with nothing to come."""
         self.time = 0.0
+        self.life: Callable[[], int] = lambda: 0
+        self.late_from: int | None = None
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
         self._bounds: list[float] = []
@@ -94,10 +96,13 @@ class SimulatedClock:
 
     def later(self, act: Callable[[], object]) -> None:
         """Act a second after the client has given up."""
+        asked_by = self.life()
 
         def event() -> None:
+            self.late_from = asked_by
             with suppress(Exception, Hang):  # nobody waits for it any more
                 act()
+            self.late_from = None
 
         self.at((min(self._bounds) if self._bounds else self.time) + 1.0, event)
         raise Hang

@@ -49,7 +49,11 @@ class Way(StrEnum):
     """It happened, and never answers."""
 
     LATE = "late"
-    """It happens only after the client has given up waiting for it."""
+    """It happens only after the client has given up waiting for it.
+
+    But for a creation that a runner gave up on and died, or stopped, before it could record that: a
+    sandbox that comes of it is known to nobody's journal, and can only be found by its label.
+    """
 
     SLOW = "slow"
     """It takes long, but less than its bound."""

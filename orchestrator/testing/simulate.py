@@ -131,6 +131,7 @@ class World:
         self.ends: dict[tuple[str, str], tuple[Record, Manifest]] = {}
         self.lives = 0
         self.clock = SimulatedClock()
+        self.clock.life = lambda: self.lives
         self.backend = FaultyBackend(
             SimulatedBackend(self),
             tuple(plan),
