@@ -344,8 +344,7 @@ class Performer:
             sandbox = self.backend.open(self.run_id)
             if sandbox is not None:
                 sandbox.destroy(permit)
-            came = run.finished and sandbox is not None  # swept: what was to come has come
-            if run.sandbox is not None and run.sandbox.identity == PENDING and not came:
+            if run.sandbox is not None and run.sandbox.identity == PENDING:
                 return "its creation was given up on, and may still come"
             return "deleted, and still there" if self.backend.open(self.run_id) else ""
 

@@ -259,6 +259,7 @@ class Runner:
     def sweep(self, *, kept: bool = False) -> list[Swept]:
         """Destroy the sandboxes that finished runs left on this backend. No verdict is touched.
 
+        One whose creation was given up on stays listed, even if nothing is there: it may yet come.
         A run that is not finished is not touched either: `resume` finishes it, and its sandbox.
 
         Args:
