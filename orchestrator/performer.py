@@ -6,6 +6,7 @@ the core's to say. No call into a backend is waited for beyond the bound of its 
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -128,12 +129,16 @@ class Performer:
         try:
             sent = self.clock.call(workspace.manifest, self.bounds.upload_s, self.cancellation)
             asked = True
-            self.clock.call(
+            conditions = self.clock.call(
                 lambda: self._create_and_send(workspace, created),
                 self.bounds.upload_s,
                 self.cancellation,
             )
             ((sandbox, ref),), baseline, setup_s = created, sent, None
+            if getattr(self.backend, "adopts", False):
+                baseline = self.clock.call(
+                    sandbox.manifest, self.bounds.upload_s, self.cancellation
+                )
             if self.spec.setup is not None:
                 phase, before = Phase.SETUP, self.clock.now()
                 faults = self._set_up(sandbox)
@@ -148,6 +153,7 @@ class Performer:
                 workspace=self.vault.keep_manifest(sent),
                 baseline=self.vault.keep_manifest(baseline),
                 setup_s=setup_s,
+                conditions=conditions,
             )
         except StorageError:
             raise
@@ -160,8 +166,8 @@ class Performer:
 
     def _create_and_send(
         self, workspace: SpecWorkspace, created: list[tuple[Sandbox, SandboxRef]]
-    ) -> None:
-        """Create the sandbox, send the workspace, and prove that it arrived.
+    ) -> dict[str, str]:
+        """Create the sandbox, send the workspace, prove that it arrived; give the conditions.
 
         Whatever becomes of the rest, `created` says if there is one. A sandbox says which it is
         here, within the bound: it may have to ask somebody.
@@ -169,8 +175,11 @@ class Performer:
         sandbox = self.backend.create(self.run_id, self.spec)
         created.append((sandbox, sandbox.ref))
         if sandbox.upload(workspace):
-            problem = "the sandbox's workspace is not the one that was sent"
-            _same(workspace.manifest(), sandbox.manifest(), problem)
+            sent, arrived = workspace.manifest(), sandbox.manifest()
+            if getattr(self.backend, "adopts", False):  # what was there already is no fault
+                arrived = Manifest.of(entry for entry in arrived if entry.path in sent.entries)
+            _same(sent, arrived, "the sandbox's workspace is not the one that was sent")
+        return dict(getattr(sandbox, "conditions", {}))
 
     def _set_up(self, sandbox: Sandbox) -> list[Fault]:
         """Run setup; give the faults if it did anything but exit with 0."""
@@ -256,6 +265,7 @@ class Performer:
                 observed_by=record.observed_by,
                 escalated=record.escalated,
                 descendants=record.descendants,
+                oom_kills=record.oom_kills,
             )
         )
 
@@ -267,7 +277,7 @@ class Performer:
         return Order(
             slot=slot,
             argv=command if isinstance(command, tuple) else (self._shell, "-c", command or ""),
-            env=spec.env,
+            env={**spec.env, **{name: os.environ.get(name, "") for name in spec.secrets}},
             deadline_s=deadline_s,
             grace_s=spec.grace_s,
             start_by=self.clock.now() + (BACKSTOP_SLACK_S if slot == "setup" else slack_s),

@@ -15,7 +15,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, TypeVar
 
-from attrs import frozen
+from attrs import field, frozen
 
 from .core.verdict import ObservedBy
 
@@ -54,13 +54,13 @@ class Order:
 
     slot: Slot
     argv: tuple[str, ...]
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(repr=False)
     deadline_s: float
     grace_s: float
     start_by: float
     now: Callable[[], float]
     output_bytes: int
-    nonce: str
+    nonce: str = field(repr=False)
 
     @property
     def latest_start_s(self) -> float:
@@ -95,6 +95,7 @@ class Record:
         descendants: processes that outlived it and were stopped.
         still: nothing of it is running any more, as far as can be proven.
         observed_by: who saw it end.
+        oom_kills: processes that the kernel killed in the sandbox for want of memory meanwhile.
         message: for a person, where there is something to say.
     """
 
@@ -105,6 +106,7 @@ class Record:
     descendants: int = 0
     still: bool = True
     observed_by: ObservedBy = ObservedBy.GUEST
+    oom_kills: int = 0
     message: str = ""
 
 
@@ -138,7 +140,11 @@ class Intake(Protocol):
 
 
 class Sandbox(Protocol):
-    """One disposable place, owned by one run."""
+    """One disposable place, owned by one run.
+
+    It may have an attribute `conditions`, a mapping of text to text: what it was made with and what
+    it enforces, pinned (an image by its id, say). They are a part of the result.
+    """
 
     @property
     def ref(self) -> SandboxRef:
@@ -170,11 +176,33 @@ class Sandbox(Protocol):
         """
 
 
+@frozen
+class Labelled:
+    """What the label of a sandbox says.
+
+    Attributes:
+        run_id: the run that it was made for.
+        owner: the process that made it (`owner.owner`).
+        state_dir: absolute path of the journal and evidence of its runner; empty if unknown.
+    """
+
+    run_id: str
+    owner: str
+    state_dir: str
+
+
 class Backend(Protocol):
     """Makes sandboxes.
 
-    It may have an attribute `shell`, the path in its sandboxes of the shell for commands that are
-    text (`/bin/sh` if it has none), and a method `close`.
+    It may have besides:
+
+    * an attribute `shell`, the path in its sandboxes of the shell for commands that are text
+      (`/bin/sh` if it has none);
+    * an attribute `adopts`, true if its sandboxes come with a tree of their own, which the
+      workspace is laid over;
+    * a method `labelled`, which lists every sandbox that there is as `Labelled`, whoever made it;
+      and an attribute `state_dir`, text that it labels them with, set by a runner where empty;
+    * a method `close`.
     """
 
     @property

@@ -96,6 +96,9 @@ def details(result: RunResult, entries: list[JournalEntry]) -> RenderableType:
         facts.add_row("fault", Text(printable(line)))
     if result.retained_sandbox:
         facts.add_row("sandbox", f"{result.retained_sandbox} is not confirmed gone")
+    if result.conditions:
+        said = ", ".join(f"{name} {value}" for name, value in result.conditions.items())
+        facts.add_row("conditions", Text(printable(said)))
     if result.receipt:
         facts.add_row("evidence", _evidence(result))
     facts.add_row("seconds", ", ".join(f"{k} {v:.3f}" for k, v in result.timings.items()))
@@ -115,6 +118,8 @@ def _outcome(result: RunResult) -> str:
         notes.append("killed after the grace")
     if outcome.descendants:
         notes.append(f"{outcome.descendants} descendants outlived it and were stopped")
+    if outcome.oom_kills:
+        notes.append(f"{outcome.oom_kills} processes killed for want of memory")
     if outcome.settled_after_client_timeout:
         notes.append("settled after client timeout")
     return f"{outcome} ({', '.join(notes)})"
@@ -155,6 +160,7 @@ class Display:
         self._ended = 0
         self._lock = threading.Lock()
         self._tasks: dict[str, TaskID] = {}
+        self._waiting: TaskID | None = None
         self._bars = Bars(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -185,6 +191,13 @@ class Display:
                 self._bars.remove_task(task)
             else:
                 self._bars.update(task, description=text)
+
+    def waiting(self, text: str) -> None:
+        """Show what is being waited for before a run can begin."""
+        with self._lock:
+            if self._waiting is None:
+                self._waiting = self._bars.add_task("", total=None)
+            self._bars.update(self._waiting, description=f"[dim]{escape(printable(text))}[/]")
 
     def show(self, attempt: Attempt) -> None:
         """Show how an attempt ended."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from .core.errors import EvidenceIncompleteError
 from .core.verdict import Outcome, Verdict
@@ -42,6 +42,8 @@ class RunResult:
         timings: seconds by phase.
         retry_of: the run that this one is another attempt at.
         tags: of its spec.
+        conditions: what the sandbox was made with and enforced, as its backend says: the image by
+            its id, limits, user, network.
     """
 
     run_id: str
@@ -60,6 +62,7 @@ class RunResult:
     timings: Mapping[str, float]
     retry_of: str | None
     tags: tuple[str, ...] = ()
+    conditions: Mapping[str, str] = field(factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -73,6 +76,7 @@ class RunResult:
             "name": self.name,
             "backend": self.backend,
             "isolation": self.isolation,
+            "conditions": dict(self.conditions),
             "state": self.state.value,
             "verdict": self.verdict.value if self.verdict is not None else None,
             "reason": self.reason.value if self.reason is not None else None,
@@ -126,6 +130,7 @@ def _outcome(outcome: Outcome | None) -> dict[str, Any] | None:
         "observed_by": outcome.observed_by.value,
         "escalated": outcome.escalated,
         "descendants": outcome.descendants,
+        "oom_kills": outcome.oom_kills,
         "settled_after_client_timeout": outcome.settled_after_client_timeout,
     }
 
@@ -153,4 +158,5 @@ def result_of(vault: Vault, record: RunRecord, run: Run) -> RunResult:
         timings=run.timings,
         retry_of=record.retry_of,
         tags=record.spec.tags,
+        conditions=run.conditions,
     )

@@ -95,6 +95,7 @@ keywords = st.fixed_dictionaries(
         "limits": limits,
         "retain": st.sampled_from(["never", "unresolved"]),
         "tags": st.lists(text, max_size=2),
+        "secrets": st.lists(st.sampled_from(["KEY", "TOKEN"]), max_size=2),
         "expect": st.none() | expectations,
     },
 )
@@ -168,6 +169,9 @@ REFUSED = [
         ("retain", {"retain": value}, "'never' or 'unresolved'")
         for value in ("always", None, True, "")
     ],
+    *[("secrets", {"secrets": value}, "a list of names") for value in (None, "KEY", [1], {"K": 1})],
+    *[("secrets", {"secrets": [name]}, "names that") for name in ("", "a b", "1A", "PPID", "A=b")],
+    ("secrets", {"secrets": ["KEY"], "env": {"KEY": "1"}}, "either of them"),
     *[("tags", {"tags": value}, "a list of text") for value in (None, "slow", [1], {"a": 1})],
     # Expectations.
     *[("expect", {"expect": value}, "a table") for value in (3, "exit_code", [0], answers)],
@@ -462,6 +466,7 @@ def test_changing_what_a_spec_was_made_of_does_not_change_the_spec():
         "setup": ["true"],
         "files": {"a": "x"},
         "env": {"A": "x"},
+        "secrets": ["B"],
         "tags": ["slow"],
         "limits": {"pids": 3},
         "expect": {"stdout_contains": ["x"], "files": [claim], "greets": answers},
@@ -553,6 +558,7 @@ def test_every_field_counts():
                 "grace_s": 1,
                 "backstop_s": 63,
                 "env": {"A": "x"},
+                "secrets": ["B"],
                 "image": "busybox",
                 "limits": {"pids": 1},
                 "retain": "unresolved",

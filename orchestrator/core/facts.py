@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from .evidence import Receipt
     from .verdict import ExpectationResult, Outcome
 
@@ -123,12 +125,14 @@ class Uploaded(Fact):
         workspace: digest of the manifest of the tree as it was sent.
         baseline: digest of the manifest of the tree that the check will see.
         setup_s: seconds that setup took, None where there is none.
+        conditions: what the sandbox was made with and enforces, as its backend says.
     """
 
     sandbox: SandboxRef
     workspace: str
     baseline: str
     setup_s: float | None = None
+    conditions: Mapping[str, str] = field(factory=dict)
 
 
 @frozen(kw_only=True)

@@ -66,6 +66,7 @@ class Run:
         sandbox: the sandbox, as soon as it is known to exist.
         workspace: manifest digest of the tree that was sent.
         baseline: manifest digest of the tree that the check saw.
+        conditions: what the sandbox was made with and enforces.
         outcome: how the check ended.
         receipt: the vault's receipt for the evidence, sealed or put aside.
         expectations: what each expectation found.
@@ -86,6 +87,7 @@ class Run:
     faults: tuple[Fault, ...] = ()
     sandbox_gone: bool = False
     timings: Mapping[str, float] = Factory(dict)
+    conditions: Mapping[str, str] = Factory(dict)
 
     @property
     def finished(self) -> bool:
@@ -244,14 +246,17 @@ def replay(run_id: str, facts: Iterable[Fact], retain: Retain = "never") -> Step
     return step
 
 
-def sweep(run: Run) -> CleanupPermit | None:
+def sweep(run: Run, found: str | None = None) -> CleanupPermit | None:
     """Give leave to destroy what a finished run left; None where nothing is left, or it goes on.
 
     No step of the lifecycle: the run has its verdict, and keeps it whatever becomes of this.
+
+    Args:
+        run: the run.
+        found: a sandbox of it that was found although nothing should be left.
     """
-    if not run.finished or run.retained_sandbox is None:
-        return None
-    return CleanupPermit(run.run_id, run.retained_sandbox)
+    left = run.retained_sandbox or found
+    return CleanupPermit(run.run_id, left) if run.finished and left is not None else None
 
 
 def legal_facts(state: State, table: Table = TABLE) -> tuple[type[Fact], ...]:
@@ -347,6 +352,7 @@ def _fold(run: Run, fact: Fact, state: str) -> Run:
                 "sandbox": fact.sandbox,
                 "workspace": fact.workspace,
                 "baseline": fact.baseline,
+                "conditions": fact.conditions,
             }
         case UploadFailed():
             changed["sandbox"] = fact.sandbox

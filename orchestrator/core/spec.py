@@ -197,6 +197,19 @@ def _freeze_tags(value: Any) -> tuple[str, ...]:
     raise SpecError("tags", f"got {value!r}", "a list of text")
 
 
+def _checked_secrets(instance: object, attribute: Attribute[Any], value: tuple[str, ...]) -> None:
+    del instance
+    for name in value:
+        if not ENV_NAME.fullmatch(name) or name in SHELLS_OWN:
+            raise SpecError(attribute.name, f"got {name!r}", "names that a shell can set")
+
+
+def _freeze_secrets(value: Any) -> tuple[str, ...]:
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        return tuple(dict.fromkeys(value))
+    raise SpecError("secrets", "not a list of names", "a list of names of variables")
+
+
 def _optional_count(instance: object, attribute: Attribute[Any], value: object) -> None:
     del instance
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -274,6 +287,9 @@ class EvalSpec:
         backstop_s: client-side limit on waiting for the check, seconds; None for deadline, grace
             and 30 s more. One that would cut into deadline and grace is refused.
         env: environment of check and setup, beside PATH, HOME and LANG.
+        secrets: names of variables that check and setup get besides, with the values that they have
+            for the runner when it starts them. No journal, report or argument list has the values;
+            what a program prints is another matter.
         image: what the sandbox is made of, where the backend has images.
         limits: what the check may use.
         retain: "unresolved" keeps the sandbox of a run that cannot be scored, "never" keeps none.
@@ -300,6 +316,9 @@ class EvalSpec:
     grace_s: float = field(default=2.0, converter=_real, validator=_number)
     backstop_s: float | None = field(default=None, converter=_real)
     env: Mapping[str, str] = field(factory=dict, converter=_freeze_env, validator=_checked_env)
+    secrets: tuple[str, ...] = field(
+        factory=tuple, converter=_freeze_secrets, validator=_checked_secrets
+    )
     image: str | None = field(default=None, validator=_optional_text)
     limits: Limits = field(factory=Limits, converter=_freeze_limits)
     retain: Literal["never", "unresolved"] = "never"
@@ -328,6 +347,9 @@ class EvalSpec:
         """Check what no field can by itself."""
         if self.retain not in ("never", "unresolved"):
             raise SpecError("retain", f"got {self.retain!r}", "'never' or 'unresolved'")
+        for name in self.secrets:
+            if name in self.env:
+                raise SpecError("secrets", f"env sets {name} too", "either of them")
         environment = _size(f"{name}={value}" for name, value in self.env.items())
         for key in ("check", "setup"):
             command = getattr(self, key) or ()

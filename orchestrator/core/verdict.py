@@ -50,6 +50,7 @@ class Outcome:
         observed_by: who saw it.
         escalated: the program did not end on SIGTERM within the grace and was killed.
         descendants: processes of the check that outlived it and were then stopped.
+        oom_kills: processes that the kernel killed in the sandbox meanwhile, for want of memory.
         settled_after_client_timeout: the client had already given up when this was learned.
     """
 
@@ -61,6 +62,7 @@ class Outcome:
     observed_by: ObservedBy = ObservedBy.GUEST
     escalated: bool = False
     descendants: int = 0
+    oom_kills: int = 0
     settled_after_client_timeout: bool = False
 
     def __str__(self) -> str:

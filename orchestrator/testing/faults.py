@@ -263,6 +263,11 @@ class FaultyBackend:
         """The backend's own shell."""
         return getattr(self.backend, "shell", "/bin/sh")
 
+    @property
+    def adopts(self) -> bool:
+        """Whether the backend's sandboxes come with a tree."""
+        return getattr(self.backend, "adopts", False)
+
     def refuse(self, spec: EvalSpec) -> None:
         """Refuse what the backend refuses."""
         self.backend.refuse(spec)
