@@ -162,7 +162,7 @@ class DirectorySandbox:
         env = {"PATH": guest.SANE_PATH, "HOME": str(self.place / "home"), "LANG": guest.SANE_LANG}
         uptime_s = float(Path("/proc/uptime").read_text().split()[0])
         text = guest.request(
-            order, workdir=str(self.workspace), env=env, now_s=uptime_s, detach=True
+            order, workdir=str(self.workspace), env=env, now_s=uptime_s
         )
         (record / "keep").write_text(str(order.output_bytes))
         draft = record / f"request.{os.urandom(8).hex()}"

@@ -25,9 +25,7 @@ SETTLE_S: Final = 20.0
 """Seconds within which `settle` of the supervisor is done, whatever the command does."""
 
 
-def request(
-    order: Order, *, workdir: str, env: Mapping[str, str], now_s: float, detach: bool
-) -> str:
+def request(order: Order, *, workdir: str, env: Mapping[str, str], now_s: float) -> str:
     """Write an order as the supervisor reads it.
 
     Args:
@@ -35,9 +33,7 @@ def request(
         workdir: absolute path in the sandbox to run it in.
         env: the command's environment before the order's own.
         now_s: the sandbox's clock now (`/proc/uptime`, or the epoch where it has none), seconds.
-        detach: the sandbox has `setsid`, so the command gets a session of its own.
     """
-    session = '"$1" -- ' if detach else ""
     exports = (
         f"export {name}={quote(value)} || return" for name, value in {**env, **order.env}.items()
     )
@@ -49,12 +45,14 @@ def request(
             f"grace={_hundredths(order.grace_s)}",
             f"latest={_hundredths(now_s + order.latest_start_s)}",
             f"keep={math.ceil(order.output_bytes / 2)}",
+            f"output_bytes={order.output_bytes}",
             f"workdir={quote(workdir)}",
             "environment() {",
             "unset OLDPWD",
             *exports,
             "}",
-            f"program() {{ exec {session}{' '.join(quote(word) for word in order.argv)}; }}",
+            # Where there is a setsid, the command gets a session of its own.
+            f'program() {{ exec ${{1:+"$1" --}} {" ".join(map(quote, order.argv))}; }}',
             "",
         ]
     )
@@ -71,14 +69,19 @@ def parse(text: str, nonce: str) -> Record | None:
     if not text.endswith("\n") or fields.get("nonce") != nonce:
         return None
     try:
+        ending, oom_kills = Ending(fields["ending"]), int(fields["oom_kills"])
+        code = int(fields["code"]) if ending in {Ending.EXITED, Ending.SIGNALLED} else None
+        if oom_kills and code:  # it, or something that it needed, was killed for want of memory
+            ending, code = Ending.OUT_OF_MEMORY, None
         return Record(
-            ending=Ending(fields["ending"]),
-            code=int(fields["code"]) if fields["ending"] in {"exited", "signalled"} else None,
+            ending=ending,
+            code=code,
             elapsed_s=int(fields["elapsed"]) / 100,
             escalated=fields["escalated"] == "yes",
             descendants=int(fields["descendants"]),
             still=fields["still"] == "yes",
             message=fields["message"],
+            oom_kills=oom_kills,
         )
     except (KeyError, ValueError):
         return None

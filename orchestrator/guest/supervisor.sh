@@ -1,8 +1,10 @@
 #!/bin/sh
 # The guest: runs one command of a run inside the sandbox, once, and records how it ended.
 #
-#   supervisor.sh run RECORD       start the command of RECORD/request unless it was claimed before
-#   supervisor.sh settle RECORD    stop it if it runs; if it never started, see that it never will
+#   supervisor.sh run RECORD [shared]      start the command of RECORD/request unless it was claimed
+#   supervisor.sh settle RECORD [shared]   stop it if it runs; else see that it never will
+#   supervisor.sh join RECORD              wait until the supervisor that claimed it is done
+#   supervisor.sh serve RECORDS            as process 1: answer requests, one a line, from stdin
 #
 # Theory of operation. The supervisor runs the command as a *foreground* child, because a shell makes
 # its background children ignore SIGINT, for good. Beside it run a monitor that enforces the deadline
@@ -16,7 +18,9 @@
 # alive then are counted and killed, so the record is written when nothing of the command can touch
 # it, or the workspace, any more. They are found by parentage: where orphans gather under the
 # supervisor (as process 1 of a container, or as a subreaper) no descendant escapes that, whatever
-# session, group or environment it made for itself.
+# session, group or environment it made for itself. In a sandbox that is shared with processes which
+# are not of the run (`shared`: somebody else's container, a gateway's) they gather under some other
+# process; what gathers there after the command started, and no supervisor says is its own, is of it.
 #
 # The record ends with a nonce that the client chose and that is wiped from the request before the
 # command starts: a record without it was not written here.
@@ -24,10 +28,13 @@
 # Needs sh, and cat, dd, mkfifo, mv, sleep, wc, from any of coreutils, busybox or toybox; setsid where there is
 # one. Reads /proc where there is one, else `ps` and `date`.
 #
-# shellcheck disable=SC2154 # nonce, deadline, grace, latest, keep, workdir come with the request
+# shellcheck disable=SC2154 # nonce, deadline, grace, latest, keep, output_bytes, workdir come with the request
 
 record=$2
+shared=${3-}
 helpers=
+spared= # processes, pid:born, that are not the command's although they may look like it
+reaper= # where orphans gather, if that is not the supervisor
 # Caught, not ignored: a command that signals its group, or its parent, must not end its record.
 trap : TERM INT HUP QUIT USR1 USR2 ALRM PIPE
 
@@ -124,11 +131,11 @@ every_process() { # pid:parent of every process, in $pairs, where the kernel kee
     done
 }
 
-helper() { # is it a helper, and not what got the process id of one that has ended?
-    case " $helpers " in *" $1:"*) ;; *) return 1 ;; esac
+helper() { # is it a helper, or spared, and not what got the process id of one that has ended?
+    case " $helpers $spared " in *" $1:"*) ;; *) return 1 ;; esac
     [ -r /proc/self/stat ] || return 0
     birth "$1"
-    case " $helpers " in *" $1:$birth "*) ;; *) return 1 ;; esac
+    case " $helpers $spared " in *" $1:$birth "*) ;; *) return 1 ;; esac
 }
 
 birth() { # start time of process $1, in $birth; 0 where the system does not tell
@@ -146,6 +153,14 @@ gather() { # living descendants of process $root, without the supervisor's helpe
     tree=
     remains=
     generation=$root
+    if [ -n "$reaper" ]; then
+        if { read -r line <"$record/settler"; } 2>/dev/null; then spared="$spared $line"; fi
+        children "$reaper"
+        for kid in $kin; do
+            helper "$kid" || dead "$kid" || tree="$tree $kid"
+        done
+        generation="$generation$tree"
+    fi
     while [ -n "$generation" ]; do
         found=
         for member in $generation; do
@@ -159,6 +174,27 @@ gather() { # living descendants of process $root, without the supervisor's helpe
         tree="$tree$found"
         generation=$found
     done
+}
+
+adopter() { # find where orphans gather, in $reaper, and spare what is there already
+    # A child whose parent is gone sees who adopted it.
+    sh -c 'sh -c '\''
+        now=$2
+        until [ "$now" != "$2" ]; do
+            while read -r key value; do [ "$key" != PPid: ] || now=$value; done </proc/$$/status
+        done
+        echo "$now" >"$1"
+    '\'' sh "$1" $$ &' sh "$record/adopter"
+    now
+    limit=$((now + 1000))
+    until { read -r reaper <"$record/adopter"; } 2>/dev/null && [ -n "$reaper" ] || past "$limit"; do nap; done
+    children "$reaper"
+    spared="$self:$born"
+    for kid in $kin; do
+        birth "$kid"
+        spared="$spared $kid:$birth"
+    done
+    echo "$reaper $spared" >"$record/reaper"
 }
 
 kill_all() { # kill every descendant of $root; $still says whether none is left after five seconds
@@ -258,12 +294,20 @@ monitor() { # after the deadline: TERM to all, grace, KILL to all
     kill_all
 }
 
+memory_kills() { # how often the kernel killed here for want of memory, in $kills
+    kills=0
+    [ "$self" = 1 ] || [ -n "$shared" ] || return 0 # the counter is of the whole machine
+    for counter in /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control; do
+        { while read -r key value; do [ "$key" != oom_kill ] || kills=$value; done <"$counter"; } 2>/dev/null
+    done
+}
+
 # --- the supervisor ----------------------------------------------------------------------------------------
 
 finish() { # write the record, all at once
     {
         printf '%s\n' "ending=$1" "code=$2" "elapsed=$3" "descendants=$4" "escalated=$5" "still=$6"
-        printf '%s\n' "message=$7" "nonce=$nonce"
+        printf '%s\n' "message=$7" "oom_kills=${8:-0}" "nonce=$nonce"
     } >"$record/ended.new" || return
     # settle may kill a child of this process at any time
     mv "$record/ended.new" "$record/ended" || mv "$record/ended.new" "$record/ended"
@@ -271,25 +315,29 @@ finish() { # write the record, all at once
 
 run() {
     # shellcheck disable=SC1091
-    . "$record/request" || exit 1 # sets the variables used below, and functions environment, program
+    . "$record/request" || return 1 # sets the variables used below, and functions environment, program
     self
     create claim "$self $born" || {
         true >"$record/request" # the first one has read its own; this has the nonce in it too
-        exit 0
+        return 0
     }
     : >"$record/request"
     root=$self
+    [ -z "$shared" ] || adopter
+    memory_kills
+    killed=$kills
     if past "$((latest - 2))"; then
         finish not_started '' 0 0 no yes "dispatched too late to be waited for"
-        exit 0
+        return 0
     fi
     cd "$workdir" || {
         finish lost '' 0 0 no yes "cannot enter $workdir"
-        exit 0
+        return 0
     }
+    echo "$output_bytes" >"$record/keep"
     mkfifo "$record/stdout.fifo" "$record/stderr.fifo" || {
         finish lost '' 0 0 no yes "cannot make a fifo in $record"
-        exit 0
+        return 0
     }
     collect stdout &
     collectors=$!
@@ -312,6 +360,10 @@ run() {
     exec 9>&2 2>"$record/death"
     (
         exec </dev/null >"$record/stdout.fifo" 2>"$record/stderr.fifo" 9>&-
+        # Where memory runs out, the command goes first, and who can tell of it stays.
+        if [ "$root" = 1 ] || [ -n "$shared" ]; then
+            { echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null
+        fi
         set -- "$record/started" "$(command -v setsid)" # no name is safe from what is exported
         environment 2>/dev/null && : >"$1" && program "$2"
     )
@@ -355,7 +407,8 @@ run() {
     drain
     escalated=no
     [ ! -e "$record/escalated" ] || escalated=yes
-    finish "$ending" "$status" "$elapsed" "$descendants" "$escalated" "$still" ""
+    memory_kills
+    finish "$ending" "$status" "$elapsed" "$descendants" "$escalated" "$still" "" $((kills - killed))
 }
 
 drain() { # wait for the collectors; a writer that is none of ours keeps us two seconds at most
@@ -377,13 +430,16 @@ drain() { # wait for the collectors; a writer that is none of ours keeps us two 
 
 settle() {
     # shellcheck disable=SC1091
-    . "$record/request" || exit 1 # empty where somebody claimed the order
+    . "$record/request" || return 1 # empty where somebody claimed the order
     if create claim settled; then
         true >"$record/request" # not before: who reads an empty one must find the claim taken
         finish not_started '' 0 0 no yes "settled before it was started"
-        exit 0
+        return 0
     fi
     true >"$record/request"
+    self
+    born_here=$born
+    echo "$self:$born" >"$record/settler"
     now
     limit=$((now + 1000))
     pid=
@@ -393,19 +449,30 @@ settle() {
             create decision stopped
             kill -CONT "$pid" 2>/dev/null # the command may have stopped it
             root=$pid
+            [ -z "$shared" ] || read -r reaper spared <"$record/reaper"
+            spared="$spared $self:$born_here"
             [ -e "$record/ended.new" ] || kill_all
         fi
         nap
     done
-    if [ ! -e "$record/ended" ] && alive; then # it never will: nothing of it must be left
-        root=$pid
-        kill_all
+    [ ! -e "$record/ended" ] || return 0
+    root=$pid # there will be no record: nothing of it must be left
+    [ -z "$shared" ] || { read -r reaper spared <"$record/reaper"; } 2>/dev/null
+    spared="$spared $self:$born_here"
+    kill_all
+    if alive; then
         kill -KILL "$pid"
         for part in $helpers; do
             birth "${part%:*}"
             [ "$birth" != "${part#*:}" ] || kill -KILL "${part%:*}" 2>/dev/null
         done
     fi
+    [ "$still" = yes ]
+}
+
+join() { # wait for the record of a command that another supervisor started; its own bounds end it
+    until read -r pid born <"$record/claim" && [ -n "$pid" ]; do nap; done
+    until [ -e "$record/ended" ] || ! alive; do nap; done
 }
 
 alive() { # is the supervisor that claimed still the process that it was?
@@ -415,6 +482,34 @@ alive() { # is the supervisor that claimed still the process that it was?
     # shellcheck disable=SC2086
     set -- $fields
     [ "${20-}" = "$born" ] && [ "$1" != Z ]
+}
+
+# --- process 1 of a sandbox ------------------------------------------------------------------------------
+
+serve() { # VERB TAG WORDS STDIN: the answer lies between two lines with the tag, which nobody can guess
+    records=$record
+    while IFS= read -r line; do
+        verb=${line%% *}
+        line=${line#* }
+        tag=${line%% *}
+        rest=${line#* }
+        printf '\n%s begin\n' "$tag"
+        # shellcheck disable=SC2059 # what is sent is a format: the one way to have any byte in a line
+        case $verb in
+        run | settle)
+            record=$records/${rest%% *}
+            helpers=
+            [ -e "$record" ] || mkdir -m 700 "$record"
+            ( umask 077 && printf "${rest#* }" >"$record/request.new" ) && mv "$record/request.new" "$record/request" && "$verb"
+            ;;
+        *)
+            # The words hold no blanks, and what comes last is for standard input.
+            # shellcheck disable=SC2086
+            printf "${rest##* }" | sh "${0%/*}/account.sh" "$verb" ${rest% *}
+            ;;
+        esac
+        printf '\n%s end %s\n' "$tag" "$?"
+    done
 }
 
 "$1"

@@ -1,0 +1,485 @@
+"""The guest where nothing else can be asked: its account of a tree, its records, its output.
+
+`account.sh` runs beside the supervisor in the sandbox. How its words come and go is a backend's
+(`Channel`): a line to process 1 of a container, a command of its own through a gateway.
+
+Cost follows the change. A file whose inode, size, mode, times and time of *change* are what they
+were when it was last accounted for has not been written to: no program can set the last of these,
+short of the clock, and no sandbox may set that. So the content of such a file is not read again.
+A file that was changed within two seconds of the account is not taken for known (the clock of a
+file system is coarse).
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+import time
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+from attrs import Factory, define, frozen
+
+from ..core.errors import EvidenceIncompleteError, OrchestratorError
+from ..core.evidence import Entry, EntryKind, Manifest
+from ..ports import Ending
+from . import cut, lost, output_parts, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+    from typing import BinaryIO
+
+    from ..ports import Intake, Order, Record, Slot, Stream
+
+STREAMS: Final[tuple[Stream, ...]] = ("stdout", "stderr")
+_YOUNG_S: Final = 2
+_BATCH: Final = 256 * 1024
+"""Bytes of names that are sent at once: less than any known gateway takes."""
+_PARTS: Final = ("head", "a", "b")
+_TIME: Final = re.compile(r"(\d+)-(\d+)-(\d+) (\d+):(\d+):(\d+)(?:\.(\d+))?")
+_KINDS: Final = {
+    stat.S_IFREG: EntryKind.FILE,
+    stat.S_IFDIR: EntryKind.DIRECTORY,
+    stat.S_IFLNK: EntryKind.SYMLINK,
+    stat.S_IFIFO: EntryKind.FIFO,
+    stat.S_IFSOCK: EntryKind.SOCKET,
+    stat.S_IFCHR: EntryKind.DEVICE,
+    stat.S_IFBLK: EntryKind.DEVICE,
+}
+
+
+class GuestError(OrchestratorError):
+    """The guest could not do what it was asked, or its answer was cut short."""
+
+
+class Channel(Protocol):
+    """A way to ask the guest."""
+
+    def ask(self, verb: str, *words: str, stdin: bytes = b"") -> Iterator[bytes]:
+        """Have `account.sh VERB WORDS...` run with `stdin`; give what it writes.
+
+        Raises:
+            GuestError: it failed, or whether it did is not known; at the end of what it wrote.
+        """
+
+
+@frozen
+class Stamp:
+    """What the storage says about an entry without reading it."""
+
+    mode: int
+    size: int
+    inode: str
+    mtime_ns: int
+    ctime_ns: int
+
+    @property
+    def kind(self) -> EntryKind:
+        """What it is."""
+        return _KINDS[stat.S_IFMT(self.mode)]
+
+
+@frozen
+class Listing:
+    """Every entry of a tree, as the storage has it.
+
+    Attributes:
+        clock_s: the sandbox's clock when the listing began (see `guest.request`).
+        asked_s: this process's monotonic clock when its first line arrived here.
+        time_s: the sandbox's time of day then, whole seconds.
+        stamps: by path.
+    """
+
+    clock_s: float
+    asked_s: float
+    time_s: int
+    stamps: Mapping[str, Stamp]
+
+    def clock(self) -> float:
+        """Give the sandbox's clock now, or a little less than it is."""
+        return self.clock_s + time.monotonic() - self.asked_s
+
+
+def _agree(stamp: Stamp, entry: Entry) -> bool:
+    """Tell whether a stamp is that of an entry, as far as it says."""
+    size = len(_bytes(entry.target)) if entry.target is not None else entry.size
+    return (
+        stamp.kind is entry.kind
+        and stamp.mtime_ns == entry.mtime_ns
+        and (entry.kind is EntryKind.SYMLINK or stat.S_IMODE(stamp.mode) == entry.mode)
+        and (entry.kind is EntryKind.DIRECTORY or stamp.size == size)
+    )
+
+
+@define(eq=False)
+class Account:
+    """Accounts for the tree at `root`, and brings content from it.
+
+    Attributes:
+        known: what was found of entries that cannot have changed unless their stamp has.
+        listing: the last one.
+    """
+
+    root: str
+    known: dict[str, tuple[Stamp, Entry]] = Factory(dict)
+    listing: Listing | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether every entry of the last listing is known."""
+        return self.listing is not None and len(self.known) == len(self.listing.stamps)
+
+    def manifest(self, channel: Channel, vouched: Manifest | None = None) -> Manifest:
+        """Account for the tree; read what is not known.
+
+        Args:
+            channel: to the guest.
+            vouched: what the tree was made of by its storage, whose content need not be read.
+
+        Raises:
+            GuestError: the guest cannot.
+            EvidenceIncompleteError: it changed meanwhile.
+        """
+        listing = self.look(channel)
+        if vouched is not None:
+            self.known = {
+                path: (stamp, entry)
+                for path, stamp in listing.stamps.items()
+                if (entry := vouched.entries.get(path)) and _agree(stamp, entry)
+            }
+        fresh = [path for path, stamp in listing.stamps.items() if not self._knows(path, stamp)]
+        files = [path for path in fresh if listing.stamps[path].kind is EntryKind.FILE]
+        links = [path for path in fresh if listing.stamps[path].kind is EntryKind.SYMLINK]
+        digests = dict(zip(files, self._digests(channel, files), strict=True))
+        targets = dict(zip(links, self._targets(channel, links), strict=True))
+        entries = {}
+        for path, stamp in listing.stamps.items():
+            if self._knows(path, stamp):
+                entries[path] = self.known[path][1]
+                continue
+            is_file = stamp.kind is EntryKind.FILE
+            entries[path] = Entry(
+                path,
+                stamp.kind,
+                0o777 if stamp.kind is EntryKind.SYMLINK else stat.S_IMODE(stamp.mode),
+                stamp.mtime_ns,
+                stamp.size if is_file else 0,
+                digests.get(path),
+                targets.get(path),
+            )
+        self.learn(listing, entries)
+        return Manifest.of(entries.values())
+
+    def _knows(self, path: str, stamp: Stamp) -> bool:
+        return path in self.known and self.known[path][0] == stamp
+
+    def learn(self, listing: Listing, entries: Mapping[str, Entry]) -> None:
+        """Take down what was found of each entry, unless it could still change unseen."""
+        old_ns = (listing.time_s - _YOUNG_S) * 10**9
+        self.known = {
+            path: (stamp, entries[path])
+            for path, stamp in listing.stamps.items()
+            if stamp.ctime_ns < old_ns
+        }
+
+    def look(self, channel: Channel) -> Listing:
+        """List the tree; give a check's own places back the permission to be listed, if need be."""
+        try:
+            self.listing = read_listing(channel.ask("list", self.root))
+        except GuestError:
+            self.listing = read_listing(channel.ask("list", self.root, "unlocked"))
+        return self.listing
+
+    def send(self, channel: Channel, entries: Iterable[Entry], intake: Intake) -> None:
+        """Deliver the content of files."""
+        for batch in _batches(entries, lambda entry: entry.path):
+            names = _names(entry.path for entry in batch)
+            answer = _Reader(channel.ask("send", self.root, *self._unlocked(batch), stdin=names))
+            for entry in batch:
+                intake.receive(entry, cast("BinaryIO", _Content(answer, entry.size)))
+            answer.finish()
+
+    def _unlocked(self, entries: Iterable[Entry]) -> tuple[str, ...]:
+        """Say whether something on the way to `entries`, or one of them, may not be read."""
+        stamps = self.listing.stamps if self.listing else {}
+        shut = any(
+            stamp.kind is EntryKind.DIRECTORY and stamp.mode & 0o500 != 0o500  # noqa: PLR2004
+            for stamp in stamps.values()
+        )
+        return ("unlocked",) if shut or any(not entry.mode & 0o400 for entry in entries) else ()
+
+    def _digests(self, channel: Channel, paths: list[str]) -> Iterator[str]:
+        stamps = self.listing.stamps if self.listing else {}
+        modes = [Entry(path, EntryKind.FILE, stamps[path].mode, 0) for path in paths]
+        words = self._unlocked(modes)
+        found: dict[str, str] = {}
+        plain = [path for path in paths if not set(path) & set("\n\\\r")]
+        for batch in _batches(plain, str):
+            lines = b"".join(channel.ask("hash", self.root, *words, stdin=_names(batch)))
+            for path, line in zip(batch, lines.split(b"\n"), strict=False):
+                if line[66:] == b"./" + _bytes(path):
+                    found[path] = line[:64].decode("ascii", "replace")
+        for path in set(paths) - set(plain):  # whose names would come escaped, each in its own way
+            answer = b"".join(channel.ask("hash", self.root, *words, stdin=_names([path])))
+            found[path] = answer.lstrip(b"\\")[:64].decode("ascii", "replace")
+        for path in paths:
+            if not re.fullmatch("[0-9a-f]{64}", found.get(path, "")):
+                raise EvidenceIncompleteError(f"{path!r}: the sandbox gave no digest of it")
+            yield found[path]
+
+    def _targets(self, channel: Channel, paths: list[str]) -> Iterator[str]:
+        stamps = self.listing.stamps if self.listing else {}
+        for batch in _batches(paths, str):
+            words = self._unlocked([])
+            answer = _Reader(channel.ask("links", self.root, *words, stdin=_names(batch)))
+            for path in batch:
+                target = answer.exactly(stamps[path].size)
+                if answer.exactly(1) != b"\n":
+                    raise EvidenceIncompleteError(f"{path!r} changed while it was read")
+                yield target.decode("utf-8", "surrogateescape")
+            answer.finish()
+
+
+def read_listing(answer: Iterable[bytes]) -> Listing:
+    """Read what `account.sh list` wrote.
+
+    Raises:
+        GuestError: it is not that, or was cut short.
+    """
+    reader = _Reader(iter(answer))
+    stamps: dict[str, Stamp] = {}
+    modes: dict[str, int] = {}
+    try:
+        first = reader.until(b"\n")
+        asked_s = time.monotonic()
+        clock, now = first.split()
+        while (count := reader.until(b"\n")) not in {b"", b"locked"}:
+            names = [reader.until(b"\0") for _ in range(int(count))]
+            for name in names:
+                line = reader.until(b"\n").decode("ascii")
+                if name != b".":
+                    stamps[_path(name)] = _stamp(line)
+        while count and (digits := reader.until(b"\0")):
+            modes.setdefault(_path(reader.until(b"\0")), int(digits, 8))
+    except (ValueError, KeyError) as error:
+        raise GuestError(f"not a list of a tree: {error}") from error
+    for path, mode in modes.items():
+        if stamp := stamps.get(path):
+            shown = stat.S_IFMT(stamp.mode) | mode
+            stamps[path] = Stamp(shown, stamp.size, stamp.inode, stamp.mtime_ns, stamp.ctime_ns)
+    return Listing(float(clock), asked_s, int(now), stamps)
+
+
+def _stamp(line: str) -> Stamp:
+    numbers, mtime, ctime = line.split("|")
+    mode, size, *inode = numbers.split(" ")
+    times = _nanoseconds(mtime), _nanoseconds(ctime)
+    return Stamp(int(mode, 16), int(size), " ".join(inode), *times)
+
+
+def _nanoseconds(text: str) -> int:
+    """Read a moment as `stat -c %y` writes it, in UTC."""
+    found = _TIME.match(text)
+    if found is None:
+        raise ValueError(f"not a moment: {text!r}")
+    year, month, day, hour, minute, second = map(int, found.groups()[:6])
+    seconds = _days(year, month, day) * 86400 + hour * 3600 + minute * 60 + second
+    return seconds * 10**9 + int((found[7] or "").ljust(9, "0")[:9])
+
+
+_DAYS: dict[tuple[int, int, int], int] = {}
+
+
+def _days(year: int, month: int, day: int) -> int:
+    """Count the days from the epoch to a date."""
+    key = (year, month, day)
+    if key not in _DAYS:
+        from datetime import date  # noqa: PLC0415 - most sandboxes show a few dates
+
+        _DAYS[key] = date(*key).toordinal() - date(1970, 1, 1).toordinal()
+    return _DAYS[key]
+
+
+# --- what is on record of a command ---------------------------------------------------------------
+
+
+@frozen
+class Recorded:
+    """What the guest has on record of one command.
+
+    Attributes:
+        claimed: somebody has, or had, the right to start it.
+        sizes: of each stream, the collector's line; empty where it was not kept.
+        parts: of each stream, bytes that its parts hold, by their suffix.
+        keep: bytes of each stream that the order asked for.
+        ended: the supervisor's record; empty where there is none.
+    """
+
+    claimed: bool
+    sizes: Mapping[str, str]
+    parts: Mapping[str, Mapping[str, int]]
+    keep: int
+    ended: str
+
+    @classmethod
+    def read(cls, answer: Iterable[bytes]) -> Recorded:
+        """Read what `account.sh record` wrote.
+
+        Raises:
+            GuestError: it is not that.
+        """
+        text = b"".join(answer).decode("utf-8", "surrogateescape")
+        try:
+            claimed, keep, *lines = text.split("\n", 10)
+            rows = {"stdout": lines[:4], "stderr": lines[4:8]}
+            return cls(
+                {"claimed": True, "unclaimed": False}[claimed],
+                {stream: row[0] for stream, row in rows.items()},
+                {
+                    stream: dict(zip(_PARTS, map(int, row[1:]), strict=True))
+                    for stream, row in rows.items()
+                },
+                int(keep or 0),
+                lines[8],
+            )
+        except (ValueError, KeyError, IndexError) as error:
+            raise GuestError(f"not a record of a command: {text[:200]!r}") from error
+
+    def finished(self, order: Order) -> Record | None:
+        """Give the record, if it is one that the order's supervisor wrote."""
+        done = parse(self.ended, order.nonce)
+        if done is not None and done.ending not in {Ending.NOT_STARTED, Ending.LOST}:
+            for stream in STREAMS:
+                if not self.sizes[stream]:
+                    return lost(f"{stream} of the command was not kept", still=done.still)
+        return done
+
+
+def deliver_output(channel: Channel, records: str, slot: Slot, intake: Intake) -> None:
+    """Deliver what was kept of a command's output.
+
+    Raises:
+        EvidenceIncompleteError: it is not what the guest says that it kept.
+    """
+    recorded = Recorded.read(channel.ask("record", records, slot))
+    for stream in STREAMS:
+        if not recorded.sizes[stream]:
+            continue
+        try:
+            total, names = output_parts(recorded.sizes[stream])
+        except ValueError as error:
+            raise EvidenceIncompleteError(f"{stream}: {error}") from error
+        head, tail = cut([recorded.parts[stream][name] for name in names], total, recorded.keep)
+        ends = {"first": b"", "last": b""}
+        for end, size in (("first", head), ("last", tail)):
+            if size:
+                ends[end] = b"".join(channel.ask(end, records, slot, stream, str(size)))
+                if len(ends[end]) != size:
+                    raise EvidenceIncompleteError(f"{stream}: {len(ends[end])} bytes, not {size}")
+        intake.output(stream, [ends["first"]], [ends["last"]], total)
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def _bytes(path: str) -> bytes:
+    return path.encode("utf-8", "surrogateescape")
+
+
+def _path(name: bytes) -> str:
+    return name.removeprefix(b"./").decode("utf-8", "surrogateescape")
+
+
+def _names(paths: Iterable[str]) -> bytes:
+    return b"".join(b"./" + _bytes(path) + b"\0" for path in paths)
+
+
+def _batches(items: Iterable[Any], name: Any) -> Iterator[list[Any]]:
+    batch: list[Any] = []
+    size = 0
+    for item in items:
+        length = len(name(item)) * 2 + 3
+        if batch and size + length > _BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += length
+    if batch:
+        yield batch
+
+
+class _Reader:
+    """Reads an answer in pieces of its own choosing."""
+
+    def __init__(self, answer: Iterator[bytes]) -> None:
+        self._answer = answer
+        self._held = b""
+        self._at = 0
+
+    def _more(self) -> bool:
+        chunk = next(self._answer, None)
+        if chunk is None:
+            return False
+        self._held = self._held[self._at :] + chunk
+        self._at = 0
+        return True
+
+    def read(self, size: int) -> bytes:
+        """Give up to `size` bytes, none at the end."""
+        if self._at == len(self._held) and not self._more():
+            return b""
+        piece = self._held[self._at : self._at + size]
+        self._at += len(piece)
+        return piece
+
+    def exactly(self, size: int) -> bytes:
+        """Give `size` bytes.
+
+        Raises:
+            EvidenceIncompleteError: there are fewer.
+        """
+        pieces = []
+        while size:
+            piece = self.read(size)
+            if not piece:
+                raise EvidenceIncompleteError("the sandbox's answer was cut short")
+            pieces.append(piece)
+            size -= len(piece)
+        return b"".join(pieces)
+
+    def until(self, end: bytes) -> bytes:
+        """Give what comes before `end`, or the rest."""
+        while (found := self._held.find(end, self._at)) < 0:
+            if not self._more():
+                found = len(self._held)
+                break
+        piece = self._held[self._at : found]
+        self._at = min(found + len(end), len(self._held))
+        return piece
+
+    def finish(self) -> None:
+        """Read to the end, where a failure of the guest is raised."""
+        while self._more():
+            self._at = len(self._held)
+
+
+class _Content:
+    """One file's part of an answer that holds many."""
+
+    def __init__(self, reader: _Reader, size: int) -> None:
+        self._reader = reader
+        self._left = size
+
+    def read(self, size: int = -1) -> bytes:
+        """Give up to `size` bytes, none at the end of the file."""
+        size = self._left if size < 0 else min(size, self._left)
+        piece = self._reader.read(size) if size else b""
+        self._left -= len(piece)
+        return piece
+
+
+def scripts() -> dict[str, Path]:
+    """Give the guest's scripts by name; in a sandbox they lie side by side."""
+    from . import SUPERVISOR  # noqa: PLC0415
+
+    return {name: SUPERVISOR.with_name(name) for name in ("supervisor.sh", "account.sh")}
