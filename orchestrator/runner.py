@@ -130,6 +130,8 @@ class Runner:
         self.journal: ports.Journal = journal or Journal(self.state_dir / "journal.db")
         self.vault: ports.Vault = vault or Vault(self.state_dir / "vault")
         self.clock: ports.Clock = clock or SystemClock()
+        if getattr(backend, "state_dir", None) == "":
+            backend.state_dir = str(self.state_dir)  # type: ignore[attr-defined] # see `ports`
         self._observer = observer or (lambda _: None)
         self._new_run_id = new_run_id or time_sorted_run_id
 
@@ -238,6 +240,7 @@ class Runner:
 
         Raises:
             JournalConflictError: a live runner drives it.
+            SpecError: its check may have to be started, and a secret of it is not set here.
             JournalError: there is no such run, it is another backend's, or `spec` is another spec.
             ExpectationsMissingError: it needs the spec to be scored; it stays as it is until then.
         """
@@ -253,6 +256,8 @@ class Runner:
             record = evolve(record, spec=spec)
         if self.journal.step(run_id).run.finished:
             return self.result(run_id)
+        if self.journal.step(run_id).run.outcome is None:
+            _refuse_missing_secrets(record.spec)
         self.journal.take_over(run_id)
         return self._drive(record, self.journal.step(run_id), cancellation)
 
@@ -274,6 +279,11 @@ class Runner:
             if kept or not run.kept_on_purpose:
                 done.append(self._sweep(record, run, permit))
         return done
+
+    def destroy(self, permit: CleanupPermit) -> Swept:
+        """Destroy what a finished run left, by the core's leave."""
+        record, run = self.journal.record(permit.run_id), self.journal.step(permit.run_id).run
+        return self._sweep(record, run, permit)
 
     def _sweep(self, record: RunRecord, run: Run, permit: CleanupPermit) -> Swept:
         sandbox_id = permit.sandbox_id or run.run_id
@@ -316,6 +326,7 @@ class Runner:
             SpecError: it cannot be honoured here.
         """
         spec = self._located(spec)
+        _refuse_missing_secrets(spec)
         self.backend.refuse(spec)
         return spec
 
@@ -349,6 +360,12 @@ class Runner:
                 yield step
         finally:
             self.journal.release(record.run_id)
+
+
+def _refuse_missing_secrets(spec: EvalSpec) -> None:
+    for name in spec.secrets:
+        if name not in os.environ:
+            raise SpecError("secrets", f"{name} is not set here", "a variable of this environment")
 
 
 def time_sorted_run_id() -> str:

@@ -26,7 +26,8 @@ from ..core.errors import EvidenceIncompleteError, PermitError, SandboxGoneError
 from ..core.evidence import Entry, Manifest
 from ..core.facts import SandboxRef
 from ..guest.processes import Launcher, inhabitants, open_kept, read_claim, read_small, wait
-from ..ports import Ending, Intake, Order, Record, Slot, Workspace
+from ..owner import owner
+from ..ports import Ending, Intake, Labelled, Order, Record, Slot, Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -57,6 +58,7 @@ class LocalBackend:
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.root = self.root.resolve()
         self.shell = shell
+        self.state_dir = ""
         self._launcher = Launcher()
 
     def refuse(self, spec: EvalSpec) -> None:
@@ -90,6 +92,10 @@ class LocalBackend:
             draft = home / "identity.new"
             draft.write_text(f"{os.urandom(16).hex()} {_boot()}\n", "ascii")
             draft.rename(identity)
+        if not (home / "label").exists():
+            draft = home / "label.new"
+            draft.write_bytes(os.fsencode(f"{owner()}\n{self.state_dir}"))
+            draft.rename(home / "label")
         for name in ("home", "records"):
             (home / name).mkdir(mode=0o700, exist_ok=True)
         return self._sandbox(home)
@@ -98,6 +104,14 @@ class LocalBackend:
         """Find the run's directory."""
         home = self.root / run_id
         return self._sandbox(home) if home.is_dir() else None
+
+    def labelled(self) -> list[Labelled]:
+        """List every sandbox below the root."""
+        found = []
+        for label in sorted(self.root.glob("*/label")):
+            maker, _, state_dir = os.fsdecode(label.read_bytes()).partition("\n")
+            found.append(Labelled(label.parent.name, maker, state_dir))
+        return found
 
     def _sandbox(self, home: Path) -> LocalSandbox:
         ref = SandboxRef(home.name, _identity(home))
@@ -235,9 +249,7 @@ class LocalSandbox:
                 "LANG": guest.SANE_LANG,
             },
             now_s=_guest_clock(),
-            detach=_has_setsid(),
         )
-        (record / "keep").write_text(str(order.output_bytes))
         draft = record / f"request.{os.urandom(4).hex()}"
         draft.touch(mode=0o600)
         draft.write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -332,10 +344,6 @@ def _guest_clock() -> float:
         return float(Path("/proc/uptime").read_text("ascii").split()[0])
     except OSError:
         return time.time()
-
-
-def _has_setsid() -> bool:
-    return any(os.access(f"{place}/setsid", os.X_OK) for place in guest.SANE_PATH.split(":"))
 
 
 def _own_root() -> Path:
