@@ -12,20 +12,19 @@ import json
 import os
 import signal
 import sys
-from contextlib import ExitStack, closing, contextmanager, suppress
-from enum import StrEnum
-from functools import partial
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
 
 import typer
+from attrs import evolve
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from . import diagrams, ports
-from .backends.local import LocalBackend
+from . import ports, tooling
 from .batch import Attempt, Stopped, resume_batch, run_batch
+from .catalogue import BackendName, Options, make, place_of_sandboxes
 from .core.errors import EvidenceIncompleteError, OrchestratorError, SpecError
 from .core.verdict import Tally, Verdict
 from .journal import Journal
@@ -33,14 +32,14 @@ from .report import Display, details, printable, row
 from .result import result_of
 from .runner import Runner
 from .specfile import load
-from .testing.heat import read as read_heat
+from .strays import sweep_all
 from .vault import Vault
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from .ports import Backend
     from .result import RunResult
+    from .runner import Swept
 
 PASSED, FAILED, USAGE, UNRESOLVED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -51,20 +50,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Eval runs that cannot delete a sandbox before its evidence is safely on your disk.",
 )
-
-
-class BackendName(StrEnum):
-    """Backends that the command line knows."""
-
-    LOCAL = "local"
-
-
-class DiagramFormat(StrEnum):
-    """Formats that the lifecycle can be drawn in."""
-
-    MERMAID = "mermaid"
-    DOT = "dot"
-    SVG = "svg"
 
 
 StateDir = Annotated[
@@ -78,6 +63,8 @@ StateDir = Annotated[
 Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at once.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a run, on standard output.")]
 BackendOption = Annotated[BackendName, typer.Option("--backend", help="Where sandboxes come from.")]
+Image = Annotated[str | None, typer.Option(help="Of sandboxes whose spec names none.")]
+Endpoint = Annotated[str | None, typer.Option(help="Of the OpenShell gateway.")]
 STATE_DIR = Path(".orchestrator")
 
 
@@ -86,6 +73,8 @@ def run(
     specs: Annotated[list[Path], typer.Argument(help="TOML files of evals.", metavar="SPEC")],
     *,
     backend: BackendOption = BackendName.LOCAL,
+    image: Image = None,
+    endpoint: Endpoint = None,
     jobs: Jobs = 1,
     attempts: Annotated[
         int, typer.Option(min=1, help="Runs of each eval, while it is unresolved.")
@@ -95,7 +84,9 @@ def run(
 ) -> None:
     """Run evals to their verdicts."""
     evals = [spec for file in specs for spec in load(file)]
-    with _Session(backend, state_dir, total=len(evals), as_json=as_json) as session:
+    options = Options(image=image, endpoint=endpoint)
+    with _Session(backend, state_dir, options, as_json=as_json) as session:
+        session.display.total = len(evals)
         accepted = [session.runner.accept(spec) for spec in evals]
         session.finish(run_batch(session.runner, accepted, jobs=jobs, attempts=attempts))
 
@@ -108,13 +99,16 @@ def resume(
     ] = None,
     *,
     backend: BackendOption = BackendName.LOCAL,
+    image: Image = None,
+    endpoint: Endpoint = None,
     jobs: Jobs = 1,
     as_json: AsJson = False,
     state_dir: StateDir = STATE_DIR,
 ) -> None:
     """Finish runs whose runner was interrupted or killed."""
     _require(state_dir)
-    with _Session(backend, state_dir, as_json=as_json) as session:
+    options = Options(image=image, endpoint=endpoint)
+    with _Session(backend, state_dir, options, as_json=as_json) as session:
         journal = session.runner.journal
         chosen = [_find(journal, text) for text in run_ids or []] or session.runner.unfinished()
         session.display.total = len(chosen)
@@ -127,18 +121,29 @@ def sweep(
     kept: Annotated[
         bool, typer.Option("--kept", help="Also those kept on purpose, as `retain` asks.")
     ] = False,
-    backend: BackendOption = BackendName.LOCAL,
+    workspaces: Annotated[
+        bool, typer.Option("--workspaces", help="Also workspaces that a daemon keeps.")
+    ] = False,
+    backends: Annotated[
+        list[BackendName] | None,
+        typer.Option("--backend", help="Of these only; all that the journal names if none."),
+    ] = None,
+    endpoint: Endpoint = None,
     jobs: Jobs = 1,
     state_dir: StateDir = STATE_DIR,
 ) -> None:
-    """Finish what can be resumed, then destroy the sandboxes that finished runs left."""
-    _require(state_dir)
-    with _Session(backend, state_dir, as_json=False) as session:
-        unfinished = session.runner.unfinished()
-        session.display.total = len(unfinished)
-        for attempt in resume_batch(session.runner, unfinished, jobs=jobs):
-            session.display.show(attempt)
-        swept = session.runner.sweep(kept=kept)
+    """Finish what can be resumed, then destroy every sandbox that no live runner needs."""
+    swept: list[Swept] = []
+    for name in backends or _named_by(state_dir):
+        options = Options(endpoint=endpoint)
+        with _Session(name, state_dir, options, as_json=False) as session:
+            session.display.total = len(session.runner.unfinished())
+            sweeping = sweep_all(session.runner, kept=kept, jobs=jobs, observe=session.display.show)
+            swept += sweeping
+            if workspaces and callable(
+                forget := getattr(session.backend, "forget_workspaces", None)
+            ):
+                _console().print(f"{name}: {forget()} workspaces removed")
     for each in swept:
         _console().print(f"{each.sandbox_id}: {escape(printable(each.problem)) or 'gone'}")
     raise typer.Exit(UNRESOLVED if any(each.problem for each in swept) else PASSED)
@@ -193,71 +198,14 @@ def show(
     _console().print(details(result, entries))
 
 
-@app.command()
-def diagram(
-    *,
-    format_: Annotated[DiagramFormat, typer.Option("--format", "-f")] = DiagramFormat.MERMAID,
-    output: Annotated[Path | None, typer.Option(help="File to write, instead of printing.")] = None,
-    heat: Annotated[
-        Path | None, typer.Option(help="File of counts by edge (`verify --heat`) to colour it by.")
-    ] = None,
-    embed: Annotated[
-        Path | None,
-        typer.Option(help="Text file whose lifecycle block to update."),
-    ] = None,
-) -> None:
-    """Draw the lifecycle, from the table that is executed."""
-    if embed is not None:
-        embed.write_text(diagrams.embed(embed.read_text("utf-8")), "utf-8")
-        return
-    draw = {"mermaid": diagrams.mermaid, "dot": diagrams.dot, "svg": diagrams.svg}
-    text = draw[format_.value](heat=read_heat(heat) if heat is not None else None)
-    if output is None:
-        sys.stdout.write(text)
-    else:
-        output.write_text(text, "utf-8")
-
-
-@app.command()
-def verify(
-    *,
-    faults: Annotated[int, typer.Option(min=0, max=3, help="Faults in one story, at most.")] = 2,
-    mutant: Annotated[
-        str | None, typer.Option(help="Put a known mistake in first, and tell what finds it.")
-    ] = None,
-    story: Annotated[str | None, typer.Option(help="Tell one story: SCENARIO,FAULT,...")] = None,
-    seed: Annotated[int | None, typer.Option(help="Tell one random story.")] = None,
-    mermaid: Annotated[bool, typer.Option("--mermaid", help="Draw what is found.")] = False,
-    heat: Annotated[
-        Path | None, typer.Option(help="File to write how often each edge was walked.")
-    ] = None,
-) -> None:
-    """Prove the promises of the lifecycle by telling every story of it, under every fault."""
-    from . import verification  # noqa: PLC0415 - the testing kit loads where it is used
-
-    console = _console()
-    if story is not None or seed is not None:
-        with verification.put_in(mutant):
-            status = verification.tell_one(console, story, seed, mermaid=mermaid)
-    elif mutant is not None:
-        status = verification.hunt(console, mutant, faults, mermaid=mermaid)
-    else:
-        status = verification.prove(console, faults, heat)
-    raise typer.Exit(status)
-
-
-@app.command()
-def conform(
-    backend: Annotated[BackendName, typer.Argument(help="The backend to put to the checks.")],
-    *,
-    only: Annotated[list[str] | None, typer.Option(help="Make only the checks so named.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a check.")] = False,
-) -> None:
-    """Check that a backend does what every backend must do."""
-    from . import verification  # noqa: PLC0415 - the testing kit loads where it is used
-
-    make = partial(_backend, backend)
-    raise typer.Exit(verification.conform_to_ports(_console(), make, only, as_json=as_json))
+for command in (
+    tooling.verify,
+    tooling.conform,
+    tooling.parity,
+    tooling.doctor,
+    tooling.diagram,
+):
+    app.command()(command)
 
 
 def main() -> NoReturn:
@@ -305,15 +253,16 @@ class _Session:
     """A runner with a display, and the exit status that its results add up to."""
 
     def __init__(
-        self, backend: BackendName, state_dir: Path, *, total: int = 0, as_json: bool
+        self, name: BackendName, state_dir: Path, options: Options, *, as_json: bool
     ) -> None:
         self.as_json = as_json
-        self.display = Display(_errors(), total)
+        self.display = Display(_errors(), 0)
         self._stack = ExitStack()
-        made = _backend(backend, _sandboxes(state_dir))
-        self.runner = Runner(made, state_dir, observer=self.display.observe)
-        with suppress(FileExistsError), (state_dir / ".gitignore").open("x") as ignore:
-            ignore.write("*\n")  # one that is there is somebody's own
+        options = evolve(
+            options, sandboxes=place_of_sandboxes(state_dir), progress=self.display.waiting
+        )
+        self.backend = make(name, options)
+        self.runner = Runner(self.backend, state_dir, observer=self.display.observe)
 
     def __enter__(self) -> Self:
         self._stack.enter_context(self.runner)
@@ -322,6 +271,8 @@ class _Session:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+        if callable(close := getattr(self.backend, "close", None)):
+            close()
 
     def finish(self, attempts: Iterable[Attempt]) -> NoReturn:
         """Show attempts as they end; exit with the status that they add up to.
@@ -362,23 +313,12 @@ def _status(verdicts: list[Verdict], stopped: int) -> int:
     return FAILED if Verdict.FAILED in verdicts else PASSED
 
 
-def _backend(name: BackendName, sandboxes: Path | None = None) -> Backend:
-    match name:
-        case BackendName.LOCAL:
-            return LocalBackend(sandboxes)
-
-
-def _sandboxes(state_dir: Path) -> Path:
-    """Give the place of this state's sandboxes: what was begun there is looked for there."""
-    state_dir.mkdir(parents=True, exist_ok=True)
-    note = state_dir / "sandboxes"
-    if not note.exists():
-        draft = note.with_name(f".sandboxes.{os.getpid()}")
-        draft.write_bytes(os.fsencode(LocalBackend().root))
-        with suppress(FileExistsError):
-            note.hardlink_to(draft)
-        draft.unlink()
-    return Path(os.fsdecode(note.read_bytes()))
+def _named_by(state_dir: Path) -> list[BackendName]:
+    """Give the backends that a journal has runs of."""
+    _require(state_dir)
+    with _opened(state_dir) as (journal, _):
+        named = {journal.record(run_id).backend for run_id in journal.run_ids()}
+    return [name for name in BackendName if name in named]
 
 
 def _require(state_dir: Path) -> None:

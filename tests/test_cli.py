@@ -384,3 +384,63 @@ def test_sweep_takes_what_was_kept_when_it_is_told_to(cli, tmp_path):
     shown = json.loads(cli("show", result["run_id"], "--json").stdout)
     assert shown["retained_sandbox"] is None
     assert shown["verdict"] == "UNRESOLVED"
+
+
+TELLS_HOME = '[[eval]]\nname = "tells"\ncheck = "echo $HOME"\n'
+
+
+@pytest.mark.parametrize(
+    ("specs", "more", "status"),
+    [
+        (PASSES, [], 0),
+        (PASSES + FAILS, [], 0),
+        (PASSES + TELLS_HOME, [], 1),
+        (PASSES + TELLS_HOME, ["--declare", "stdout=homes differ"], 0),
+        (PASSES + TELLS_HOME, ["--declare", "stderr=homes differ"], 1),
+        (PASSES + TELLS_HOME + UNRESOLVED, [], 3),
+        (PASSES + UNRESOLVED, [], 3),
+        (PASSES, ["--declare", "stdout"], 2),
+        (PASSES, ["--backends", "local"], 2),
+        (PASSES, ["--backends", "local,moon"], 2),
+        (PASSES + "bogus = 1", [], 2),
+    ],
+)
+def test_the_exit_status_of_parity_tells_what_differs(cli, tmp_path, specs, more, status):
+    (tmp_path / "a.toml").write_text(specs)
+    done = cli("parity", "a.toml", "--backends", "local,local", *more, status=status)
+    last = {0: "equal: ", 1: "different: ", 2: "", 3: "unresolved: "}[status]
+    assert (done.stdout.splitlines() or [""])[-1].startswith(last)
+    assert ("error:" in done.stderr) == (status == 2)
+    assert ("tells: stdout: local '" in done.stdout) == (TELLS_HOME in specs)
+
+
+def test_parity_says_where_backends_differ_and_keeps_the_runs(cli, tmp_path):
+    (tmp_path / "a.toml").write_text(TELLS_HOME)
+    declared = ["--declare", "tells/*=its home", "--declare", "mode=x"]
+    done = cli("parity", "a.toml", "--backends", "local,local", *declared, "--json", status=0)
+    told = json.loads(done.stdout)
+    assert (told["status"], told["unmet"]) == ("equal", ["mode"])
+    (difference,) = told["differences"]
+    assert (difference["name"], difference["point"]) == ("tells", "stdout")
+    assert set(difference["values"]) == {"local", "local#2"}
+    assert difference["declared"] == "its home"
+    assert done.stderr.count("PASSED") == 2
+    for run in told["accounts"]["tells"].values():
+        assert json.loads(cli("show", run["run_id"], "--json").stdout)["verdict"] == "PASSED"
+
+
+def test_what_is_said_of_a_difference_cannot_drive_the_terminal(cli, tmp_path):
+    (tmp_path / "a.toml").write_text(
+        '[[eval]]\nname = "[red]x"\ncheck = \'printf "\\033[2J$HOME"\'\n'
+    )
+    done = cli("parity", "a.toml", "--backends", "local,local", status=1)
+    assert "\x1b" not in done.stdout
+    assert "[red]x: stdout: " in done.stdout
+
+
+def test_a_report_that_nobody_can_be_told_is_no_answer(cli, tmp_path):
+    (tmp_path / "a.toml").write_text(PASSES)
+    command = f"{sys.executable} -m orchestrator parity a.toml --backends local,local >/dev/full"
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 130
