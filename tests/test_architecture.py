@@ -37,17 +37,20 @@ FLOORS = [
     {"core/machine"},
     {"clock"},
     {"ports"},
-    {"guest", "tree"},
+    {"tree", "owner"},
+    {"archive"},
+    {"guest"},
     {"evidence", "workspace", "codec", "journalfile"},
     {"journal", "vault"},
     {"backends"},
     {"scoring", "result"},
     {"performer"},
     {"runner"},
-    {"batch"},
-    {"report", "diagrams", "specfile"},
+    {"batch", "parity"},
+    {"report", "diagrams", "specfile", "strays", "catalogue", "doctor"},
     {"testing"},
     {"verification"},
+    {"tooling"},
     {"cli"},
     {"integrations"},
 ]
@@ -55,8 +58,8 @@ FLOORS = [
 
 `testing` is below `cli` because the command line runs the kit that `testing` ships.
 """
-TOGETHER = {"guest", "testing"}
-"""Folders that are one module in several files, which may import each other."""
+TOGETHER = {"guest", "testing", "backends", "integrations"}
+"""Folders whose files may import each other; of the last two, those of one backend or host."""
 FACES = {"__init__", "__main__", "core/__init__", "backends/__init__", "integrations/__init__"}
 """What is only a way in: it may import anything, and nothing imports it."""
 NAMES_ONLY = {("ports", "evidence"): "the vault's port gives it; a name for the type checker"}
@@ -135,8 +138,9 @@ def test_no_backend_or_integration_imports_another():
     for module in SOURCES:
         folder = module.split("/")[0]
         if folder in {"backends", "integrations"} and module not in FACES:
+            own = "/".join(module.split("/")[:2]).removesuffix("_evidence")
             beside = [name for name, _ in imports(module) if name.split("/")[0] == folder]
-            assert not beside, module
+            assert all(f"{name}/".startswith((f"{own}/", f"{own}_")) for name in beside), module
 
 
 def test_no_module_is_called_utils():
@@ -310,9 +314,12 @@ def test_heavy_libraries_are_imported_only_where_they_are_used(module):
         "backends/openshell": {"grpc", "openshell", "google"},
         "cli": {"rich", "typer", "click"},
         "testing": {"hypothesis"},
+        "testing/openshell_gateway": {"grpc", "openshell", "google"},
         "integrations": {"inspect_ai", "ray", "pytest", "_pytest", "gptme"},
     }
-    mine = allowed.get(module, allowed.get(module.split("/")[0], set()))
+    parts = module.split("/")
+    places = ["/".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    mine = next((allowed[place] for place in places if place in allowed), set())
     for node in SOURCES[module].body:
         names = []
         if isinstance(node, ast.Import):
@@ -330,7 +337,7 @@ def test_heavy_libraries_are_imported_only_where_they_are_used(module):
 LONGEST_FILE = 450
 LONGEST_FUNCTION = 70
 LONG_FILES = {
-    "testing/faults": (470, "one contract: every fault beside the way it is injected"),
+    "testing/faults": (480, "one contract: every fault beside the way it is injected"),
     "testing/mutants": (500, "a list: each mutant is a few lines, and none needs another"),
     "vault": (480, "one noun, its intake and its store share every helper"),
 }
@@ -385,9 +392,10 @@ def test_every_module_can_be_imported():
 # --- what is shipped ------------------------------------------------------------------------------
 
 
-def test_types_and_the_supervisor_are_shipped():
+def test_types_and_the_guest_are_shipped():
     assert (ROOT / "py.typed").is_file()
     assert (ROOT / "guest" / "supervisor.sh").is_file()
+    assert (ROOT / "guest" / "account.sh").is_file()
     assert (PROJECT / "LICENSE").is_file()
 
 
