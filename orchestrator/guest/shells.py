@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Final, Protocol
 
-from attrs import define
+from attrs import define, evolve
 
 from .. import archive
 from . import SANE_LANG, SETTLE_S, lost, remote, request
@@ -189,6 +189,8 @@ class ShellSandbox:
 
     def _placing(self, verb: str, order: Order) -> tuple[str, bytes]:
         """Give what places an order in the directory `$1`, unless it is claimed; and its input."""
+        if verb == "settle":  # were it read by a supervisor that is to run it, it is too late
+            order = evolve(order, start_by=order.now())
         text = request(
             order,
             workdir=self.account.root,
