@@ -5,6 +5,7 @@
 #   account.sh links ROOT [unlocked] <NAMES    where symlinks point, a line each
 #   account.sh hash ROOT [unlocked] <NAMES     SHA-256 of files, a line each that begins with it
 #   account.sh send ROOT [unlocked] <NAMES     content of files, end to end
+#   account.sh clock                           the sandbox's clock and the time of day, seconds
 #   account.sh record RECORDS SLOT             what is on record of a command
 #   account.sh take FILE BYTES                append standard input to a file that has so many bytes
 #   account.sh unpack FILE ROOT               make the tree below ROOT what a tar file has
@@ -114,17 +115,20 @@ parts() { # a stream's parts in their order
     for place; do [ ! -e "$place" ] || cat "$place"; done
 }
 
+clock() {
+    { IFS=' ' read -r clock rest </proc/uptime; } 2>/dev/null || clock=$(date +%s)
+    echo "$clock $(date +%s)"
+}
+
 case $1 in
+clock) clock ;;
 record) record "$2" "$3" ;;
 take) take "$2" "$3" ;;
 unpack | lay) "$1" "$2" "$3" ;;
 first) parts "$2" "$3" "$4" | head -c "$5" ;;
 last) parts "$2" "$3" "$4" | tail -c "$5" ;;
 list | links | hash | send)
-    if [ "$1" = list ]; then
-        { IFS=' ' read -r clock rest </proc/uptime; } 2>/dev/null || clock=$(date +%s)
-        echo "$clock $(date +%s)"
-    fi
+    if [ "$1" = list ]; then clock; fi
     if [ -L "$2" ] || [ ! -d "$2" ]; then exit 0; fi
     cd -P "$2" 2>/dev/null || { chmod u+rwx "$2" && cd -P "$2"; } || exit 1
     if [ "$3" = unlocked ]; then

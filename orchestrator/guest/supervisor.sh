@@ -131,6 +131,16 @@ every_process() { # pid:parent of every process, in $pairs, where the kernel kee
     done
 }
 
+lineage() { # this process and those above it, pid:born each, in $lineage: who waits here is not the command's
+    self
+    lineage="$self:$born"
+    above=$self
+    while stat_of "$above" && above=${fields#* } && above=${above%% *} && [ "$above" -gt 1 ]; do
+        birth "$above"
+        lineage="$lineage $above:$birth"
+    done
+}
+
 helper() { # is it a helper, or spared, and not what got the process id of one that has ended?
     case " $helpers $spared " in *" $1:"*) ;; *) return 1 ;; esac
     [ -r /proc/self/stat ] || return 0
@@ -154,7 +164,7 @@ gather() { # living descendants of process $root, without the supervisor's helpe
     remains=
     generation=$root
     if [ -n "$reaper" ]; then
-        if { read -r line <"$record/settler"; } 2>/dev/null; then spared="$spared $line"; fi
+        { while read -r line; do spared="$spared $line"; done <"$record/waiting"; } 2>/dev/null
         children "$reaper"
         for kid in $kin; do
             helper "$kid" || dead "$kid" || tree="$tree $kid"
@@ -194,7 +204,8 @@ adopter() { # find where orphans gather, in $reaper, and spare what is there alr
         birth "$kid"
         spared="$spared $kid:$birth"
     done
-    echo "$reaper $spared" >"$record/reaper"
+    birth "$reaper"
+    echo "$reaper:$birth $spared" >"$record/reaper"
 }
 
 kill_all() { # kill every descendant of $root; $still says whether none is left after five seconds
@@ -437,9 +448,9 @@ settle() {
         return 0
     fi
     true >"$record/request"
-    self
-    born_here=$born
-    echo "$self:$born" >"$record/settler"
+    lineage
+    here=$lineage
+    echo "$here" >>"$record/waiting"
     now
     limit=$((now + 1000))
     pid=
@@ -449,16 +460,16 @@ settle() {
             create decision stopped
             kill -CONT "$pid" 2>/dev/null # the command may have stopped it
             root=$pid
-            [ -z "$shared" ] || read -r reaper spared <"$record/reaper"
-            spared="$spared $self:$born_here"
+            [ -z "$shared" ] || whose
+            spared="$spared $here"
             [ -e "$record/ended.new" ] || kill_all
         fi
         nap
     done
     [ ! -e "$record/ended" ] || return 0
     root=$pid # there will be no record: nothing of it must be left
-    [ -z "$shared" ] || { read -r reaper spared <"$record/reaper"; } 2>/dev/null
-    spared="$spared $self:$born_here"
+    [ -z "$shared" ] || whose 2>/dev/null
+    spared="$spared $here"
     kill_all
     if alive; then
         kill -KILL "$pid"
@@ -470,7 +481,16 @@ settle() {
     [ "$still" = yes ]
 }
 
+whose() { # read where orphans of the command gather, and what is spared there; nowhere if that has ended
+    read -r reaper spared <"$record/reaper" || return
+    birth "${reaper%:*}"
+    # A container that was restarted has a process 1, too, and nothing in it is of the command.
+    if [ "$birth" = "${reaper#*:}" ]; then reaper=${reaper%:*}; else reaper=; fi
+}
+
 join() { # wait for the record of a command that another supervisor started; its own bounds end it
+    lineage
+    echo "$lineage" >>"$record/waiting"
     until read -r pid born <"$record/claim" && [ -n "$pid" ]; do nap; done
     until [ -e "$record/ended" ] || ! alive; do nap; done
 }

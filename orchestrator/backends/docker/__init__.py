@@ -153,8 +153,10 @@ class DockerBackend:
             DockerException: the daemon does not answer.
         """
         self.pin(spec)
-        info = self.client.info()
         limits = spec.limits
+        if {limits.memory_bytes, limits.cpus, limits.pids, limits.disk_bytes} == {None}:
+            return
+        info = self.client.info()
         if limits.memory_bytes is not None and limits.memory_bytes < 6 << 20:
             raise SpecError("limits.memory_bytes", "a container needs 6 MiB", "at least 6291456")
         if limits.cpus is not None and not 0.01 <= limits.cpus <= info["NCPU"]:  # noqa: PLR2004

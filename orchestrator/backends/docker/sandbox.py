@@ -286,15 +286,8 @@ class DockerSandbox:
         return done or guest.lost("its supervisor ended without a record", still=True)
 
     def _request(self, serving: Serving | None, order: Order) -> str:
-        account = self.live.account
-        if serving is not None and account.listing is None:
-            account.look(serving)
-        return guest.request(
-            order,
-            workdir=self.backend.workdir,
-            env={},
-            now_s=account.listing.clock() if account.listing else 0.0,
-        )
+        now_s = 0.0 if serving is None else self.live.account.clock(serving)
+        return guest.request(order, workdir=self.backend.workdir, env={}, now_s=now_s)
 
     def _recorded(self, slot: Slot, serving: Serving | None = None) -> Recorded:
         return Recorded.read((serving or self._guest()).ask("record", RECORDS, slot))
@@ -370,6 +363,7 @@ class DockerSandbox:
         with self.backend.turn():
             try:
                 client.remove_container(container, v=True, force=True)
+                return  # it answers when there is none any more
             except NotFound:
                 return
             except APIError as error:
