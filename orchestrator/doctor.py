@@ -146,9 +146,9 @@ def _docker(image: str | None) -> Iterator[Found]:
 
 
 def _openshell(endpoint: str | None) -> Iterator[Found]:
-    from .backends import openshell  # noqa: PLC0415 - needs a package of its own
+    from .backends.openshell import examine as ask  # noqa: PLC0415 - needs a package of its own
 
-    yield from (Found(*each) for each in openshell.examine(endpoint))
+    yield from (Found(*each) for each in ask(endpoint))
 
 
 def landlock() -> str:

@@ -49,6 +49,7 @@ class Serving:
         self._complaint = complaint
         self._held = b""
         self._asked = ""
+        self.broken = False  # nothing can be asked any more
         self._lock = threading.Lock()
 
     def ask(self, verb: str, *words: str, stdin: bytes = b"") -> Iterator[bytes]:
@@ -70,7 +71,11 @@ class Serving:
         begin, end = f"\n{tag} begin\n".encode(), f"\n{tag} end ".encode()
         with self._lock:
             self._asked = tag
-            self._send(question.format(tag=tag).encode() + stdin + b"\n")
+            try:
+                self._send(question.format(tag=tag).encode() + stdin + b"\n")
+            except OSError as error:
+                self.broken = True
+                raise GuestError(f"the guest cannot be asked: {error}") from error
             while (found := self._held.find(begin)) < 0:
                 self._held = self._held[-len(begin) :] + self._more()
             self._held = self._held[found + len(begin) :]
@@ -97,7 +102,12 @@ class Serving:
         return status
 
     def _more(self) -> bytes:
-        data = self._receive()
+        try:
+            data = self._receive()
+        except GuestError:
+            self.broken = True
+            raise
         if not data:
+            self.broken = True
             raise GuestError(f"the guest ended in the middle of its answer; {self._complaint()}")
         return data

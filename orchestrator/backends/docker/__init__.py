@@ -120,6 +120,7 @@ class DockerBackend:
         self._progress = progress or (lambda _: None)
         self._gate = threading.BoundedSemaphore(starts_at_once or 2 * (os.cpu_count() or 1))
         self._live: dict[str, Live] = {}
+        self._making: set[str] = set()
         self._pins: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
         self.workspaces = Workspaces(lambda: self.client, workdir)
@@ -324,8 +325,10 @@ class DockerBackend:
         try:
             found = self.client.inspect_container(name_of(run_id))
         except NotFound:
-            if live := self._live.pop(run_id, None):
-                live.drop()
+            if run_id in self._making:
+                problem = f"{name_of(run_id)}: one is being put in its place, and may yet come"
+                raise SandboxGoneError(problem) from None
+            self.forget(run_id)
             return None
         if (found["Config"].get("Labels") or {}).get(RUN_LABEL) != run_id:
             raise SandboxGoneError(f"{name_of(run_id)}: a container of somebody else has this name")
@@ -335,7 +338,17 @@ class DockerBackend:
     def forget(self, run_id: str) -> None:
         """Let go of what is known of a run's container."""
         if live := self._live.pop(run_id, None):
+            live.gone = True
             live.drop()
+
+    @contextmanager
+    def making(self, run_id: str) -> Iterator[None]:
+        """Put another container in the place of a run's: till then nobody can say there is none."""
+        self._making.add(run_id)
+        try:
+            yield
+        finally:
+            self._making.discard(run_id)
 
     @contextmanager
     def turn(self) -> Iterator[None]:

@@ -49,6 +49,7 @@ class Attached:
         # What came with the headers is in a buffer above the socket, and would be lost below it.
         buffered = getattr(getattr(getattr(response, "raw", None), "_fp", None), "fp", None)
         self._keep = (hijacked, response)
+        self._buffered = buffered
         self._socket = getattr(hijacked, "_sock", hijacked)
         self._socket.settimeout(None)
         self._read = buffered.read1 if buffered is not None else self._socket.recv
@@ -105,6 +106,9 @@ class Attached:
             self._timer.cancel()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        if self._buffered is not None:  # which holds the descriptor open
+            with suppress(OSError, ValueError):
+                self._buffered.close()
         self._socket.close()
 
 

@@ -66,6 +66,7 @@ class Live:
         sent: what was sent, until it is accounted for.
         held: the image that its workspace came with, if it did.
         busy: orders that process 1 runs for this process; it answers nothing meanwhile.
+        gone: it was destroyed, or found to be gone.
     """
 
     account: remote.Account
@@ -73,18 +74,24 @@ class Live:
     sent: Manifest | None = None
     held: Held | None = None
     busy: int = 0
+    gone: bool = False
     _attached: Attached | None = None
     _serving: Serving | None = None
     _lock: Any = Factory(threading.Lock)
+    _connecting: Any = Factory(threading.Lock)
 
     def serving(self, attach: Any, *, anew: bool = False) -> Serving:
         """Give the connection to the guest; make one if there is none, or `anew`."""
-        with self._lock:
-            if anew or self._serving is None:
+        with self._connecting:  # which may take for ever, and must keep nobody from dropping it
+            with self._lock:
+                if not anew and self._serving is not None and not self._serving.broken:
+                    return self._serving
                 self._drop()
-                self._attached = attached = attach()
-                self._serving = Serving(attached.send, attached.receive, attached.complaint)
-            return self._serving
+            attached = attach()
+            serving = Serving(attached.send, attached.receive, attached.complaint)
+            with self._lock:
+                self._attached, self._serving = attached, serving
+            return serving
 
     def drop(self) -> None:
         """Let go of the connection; whoever waits for an answer on it gets an error."""
@@ -157,8 +164,11 @@ class DockerSandbox:
         if self.spec is None:
             raise SandboxGoneError(f"run {self.run_id}: its container was not created here")
         identity = self.ref.identity
-        self._remove()
-        made = self.backend.make(self.run_id, self.spec, identity, image)
+        with self.backend.making(self.run_id):
+            if self.live.gone:
+                raise SandboxGoneError(f"{self._name}: gone, and this call came too late")
+            self._remove()
+            made = self.backend.make(self.run_id, self.spec, identity, image)
         self.container, self.live = made.container, made.live
         return self.live
 
@@ -317,23 +327,30 @@ class DockerSandbox:
 
     def _attach(self) -> Attached:
         client, container = self.backend.client, self.container["Id"]
+        streams = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
+        attached = None
         try:
+            # Before it starts: at a guest that has ended by then, one would wait for ever.
+            attached = Attached(client.attach_socket(container, streams))
             if self.container["State"]["Status"] != "running":
                 with self.backend.turn():
                     client.start(container)
                 self.container["State"]["Status"] = "running"
-            # It says nothing before it is asked, so nothing was missed.
-            streams = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
-            attached = Attached(client.attach_socket(container, streams))
-        except NotFound as error:
-            raise SandboxGoneError(f"{self._name}: gone") from error
-        except APIError as error:
-            said = str(error.explanation or error)
-            if "/bin/sh" in said:
-                problem = f"the image has no /bin/sh, which the guest needs: {said}"
-                raise GuestError(problem) from error
+        except BaseException as error:
+            if attached is not None:
+                attached.close()
+            self._explain(error)
             raise
         return attached
+
+    def _explain(self, error: BaseException) -> None:
+        """Say what it means that a container cannot be started, where that is known."""
+        if isinstance(error, NotFound) and "no such container" in str(error).lower():
+            raise SandboxGoneError(f"{self._name}: gone") from error
+        if isinstance(error, APIError) and "/bin/sh" in str(error.explanation or error):
+            said = str(error.explanation or error)
+            problem = f"the image has no /bin/sh, which the guest needs: {said}"
+            raise GuestError(problem) from error
 
     def _kill(self) -> None:
         with suppress(APIError):
@@ -348,6 +365,7 @@ class DockerSandbox:
                 f"sandbox {self.run_id}: the permit is for sandbox {permit.sandbox_id} "
                 f"of run {permit.run_id}"
             )
+        self.live.gone = True  # whoever was given up on must not put another one in its place
         self._remove()
         self.backend.forget(self.run_id)
 
