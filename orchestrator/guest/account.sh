@@ -122,6 +122,15 @@ clock() {
     echo "$clock $(date +%s)"
 }
 
+reach() { # is there a directory at $1? 2 where that cannot be told, and $above is what keeps it
+    if [ -L "$1" ]; then return 1; fi
+    [ ! -d "$1" ] || return 0
+    above=${1%/*}
+    while [ -n "$above" ] && [ ! -d "$above" ]; do above=${above%/*}; done
+    if (cd -P "${above:-/}") 2>/dev/null; then return 1; fi
+    return 2
+}
+
 case $1 in
 clock) clock ;;
 record) record "$2" "$3" ;;
@@ -131,7 +140,10 @@ first) parts "$2" "$3" "$4" | head -c "$5" ;;
 last) parts "$2" "$3" "$4" | tail -c "$5" ;;
 list | links | hash | send)
     if [ "$1" = list ]; then clock; fi
-    if [ -L "$2" ] || [ ! -d "$2" ]; then exit 0; fi
+    until reach "$2"; do # what cannot be reached is not missing
+        [ $? -ne 1 ] || exit 0
+        [ "$3" = unlocked ] && chmod u+x "${above:-/}" || exit 1
+    done
     cd -P "$2" 2>/dev/null || { chmod u+rwx "$2" && cd -P "$2"; } || exit 1
     if [ "$3" = unlocked ]; then
         unlock

@@ -30,6 +30,10 @@
 #
 # shellcheck disable=SC2154 # nonce, deadline, grace, latest, keep, output_bytes, workdir come with the request
 
+# What comes in the environment is exported for good, whatever it is set to here: the command gets it
+# back as it came, and what must not be seen is not exported to begin with.
+given=$(export -p)
+unset nonce tag line rest verb part kin
 record=$2
 shared=${3-}
 helpers=
@@ -375,7 +379,8 @@ run() {
         if [ "$root" = 1 ] || [ -n "$shared" ]; then
             { echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null
         fi
-        set -- "$record/started" "$(command -v setsid)" # no name is safe from what is exported
+        set -- "$record/started" "$(command -v setsid)" "$workdir" # no name is safe from what is exported
+        eval "$given" && cd "$3" || exit # the place of process 1 was among it
         environment 2>/dev/null && : >"$1" && program "$2"
     )
     status=$?
@@ -508,6 +513,10 @@ alive() { # is the supervisor that claimed still the process that it was?
 
 serve() { # VERB TAG WORDS STDIN: the answer lies between two lines with the tag, which nobody can guess
     records=$record
+    # Without a network a container is given an empty one, and whatever its image has there is hidden.
+    [ -s /etc/hosts ] || {
+        { printf '%s\n' '127.0.0.1 localhost sandbox' '::1 localhost ip6-localhost ip6-loopback'; } 2>/dev/null >/etc/hosts
+    }
     while IFS= read -r line; do
         verb=${line%% *}
         line=${line#* }

@@ -149,6 +149,7 @@ class DockerSandbox:
             self._send(workspace)
         else:
             live.account.known = dict(held.account.known)
+            self._name_localhost()
         live.sent, live.held = workspace.manifest(), held
         self._guest(anew=True)
         return True
@@ -191,6 +192,13 @@ class DockerSandbox:
         hosts = _file("etc/hosts", _HOSTS, 0o644) if self.backend.network is None else b""
         root = self.backend.workdir.strip("/")
         return _guests(BASE.strip("/"), user) + hosts + _directories(root, user)
+
+    def _name_localhost(self) -> None:
+        """Give the container a hosts file: that of its image is hidden by an empty one."""
+        user, _ = self.backend.ids_of_user(self.container)
+        if self.backend.network is None and user != 0:  # else the guest can, which is quicker
+            hosts = _file("etc/hosts", _HOSTS, 0o644) + archive.END
+            self.backend.client.put_archive(self.container["Id"], "/", hosts)
 
     def _send(self, workspace: Workspace) -> None:
         user = self.backend.ids_of_user(self.container)
@@ -374,25 +382,26 @@ class DockerSandbox:
 
         Raises:
             APIError: the daemon cannot.
-            SandboxGoneError: never; one that is gone is what is wanted.
         """
         self.live.drop()
         client, container = self.backend.client, self.container["Id"]
         with self.backend.turn():
             try:
                 client.remove_container(container, v=True, force=True)
-                return  # it answers when there is none any more
             except NotFound:
                 return
             except APIError as error:
-                if error.status_code != 409:  # noqa: PLR2004 - somebody removes it already
+                if error.status_code != 409:  # noqa: PLR2004
                     raise
-            while True:
-                try:
-                    client.inspect_container(container)
-                except NotFound:
-                    return
-                time.sleep(0.02)
+                self._wait_until_gone()  # somebody removes it already
+
+    def _wait_until_gone(self) -> None:
+        while True:
+            try:
+                self.backend.client.inspect_container(self.container["Id"])
+            except NotFound:
+                return
+            time.sleep(0.02)
 
 
 def _guests(root: str, user: tuple[int, int]) -> bytes:
