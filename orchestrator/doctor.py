@@ -1,7 +1,7 @@
 """What this machine can do for each backend, as a person wants to know it before the first run.
 
-Nothing is changed and nothing is started: a daemon or a gateway is asked, each within seconds. What
-was found is a line; what is missing says what would mend it.
+A daemon or a gateway is asked, each within seconds; nothing is left changed. What was found is a
+line; what is missing says what would mend it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ASK_S: Final = 10.0
 """Seconds within which a daemon or a gateway answers, or counts as one that does not."""
+PROBE_S: Final = 120.0
+"""Seconds within which a gateway has made a sandbox and deleted it."""
 _LANDLOCK_CREATE_RULESET: Final = 444  # the same on every architecture (landlock(7))
 
 
@@ -71,12 +73,14 @@ def examine(image: str | None = None, endpoint: str | None = None) -> list[Exami
     looks: dict[str, Callable[[], Iterator[Found]]] = {
         "local": _local,
         "docker": lambda: _docker(image),
-        "openshell": lambda: _openshell(endpoint),
+        "openshell": lambda: _openshell(endpoint, image),
     }
-    return [_examined(name, look) for name, look in looks.items()]
+    # Only a gateway is asked for more than words: for a sandbox, if there is an image for it.
+    bounds = {"openshell": PROBE_S if image is not None else ASK_S}
+    return [_examined(name, look, bounds.get(name, ASK_S)) for name, look in looks.items()]
 
 
-def _examined(name: str, look: Callable[[], Iterator[Found]]) -> Examination:
+def _examined(name: str, look: Callable[[], Iterator[Found]], bound_s: float) -> Examination:
     found: list[Found] = []
 
     def work() -> None:
@@ -84,7 +88,7 @@ def _examined(name: str, look: Callable[[], Iterator[Found]]) -> Examination:
             found.append(each)  # noqa: PERF402 - what was found before an error is kept
 
     try:
-        SystemClock().call(work, ASK_S)
+        SystemClock().call(work, bound_s)
     except ModuleNotFoundError as error:
         found.append(Found("package", ok=False, said=str(error)))
     except (OrchestratorError, OSError, RuntimeError) as error:
@@ -145,10 +149,10 @@ def _docker(image: str | None) -> Iterator[Found]:
         backend.close()
 
 
-def _openshell(endpoint: str | None) -> Iterator[Found]:
+def _openshell(endpoint: str | None, image: str | None) -> Iterator[Found]:
     from .backends.openshell import examine as ask  # noqa: PLC0415 - needs a package of its own
 
-    yield from (Found(*each) for each in ask(endpoint))
+    yield from (Found(*each) for each in ask(endpoint, image))
 
 
 def landlock() -> str:

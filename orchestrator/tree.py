@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import subprocess
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Protocol, Self
@@ -157,7 +158,41 @@ def _chmod(parent: int, name: str, mode: int) -> None:
         os.close(descriptor)
 
 
-def scan(root: str | Path, *, ours: bool = False, leave_out: str | None = None) -> Manifest:
+class Seen:
+    """What was found in files of a tree, to be read again only where a file may have changed.
+
+    A file whose device, inode, size, mode, times and time of change are what they were has not
+    been written to: no program sets the last of these, short of the clock. One that was changed
+    within two seconds of the account is not taken for known: a file system's clock is coarse.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._files: dict[str, tuple[tuple[int, ...], Entry]] = {}
+
+    def get(self, path: str, info: os.stat_result) -> Entry | None:
+        """Give the entry of a file that is as it was."""
+        stamp, entry = self._files.get(path, (None, None))
+        return entry if stamp == _stamp(info) else None
+
+    def learn(self, path: str, info: os.stat_result, entry: Entry, now_ns: int) -> None:
+        """Take down what was found in a file, as it was at a moment."""
+        if info.st_ctime_ns < now_ns - 2 * 10**9:
+            self._files[path] = _stamp(info), entry
+
+
+def _stamp(info: os.stat_result) -> tuple[int, ...]:
+    whole = info.st_dev, info.st_ino, info.st_mode, info.st_size
+    return *whole, info.st_mtime_ns, info.st_ctime_ns
+
+
+def scan(
+    root: str | Path,
+    *,
+    ours: bool = False,
+    leave_out: str | None = None,
+    seen: Seen | None = None,
+) -> Manifest:
     """Account for the tree below `root`: read every file, follow nothing.
 
     Args:
@@ -165,6 +200,7 @@ def scan(root: str | Path, *, ours: bool = False, leave_out: str | None = None) 
         ours: the tree is a copy that this library made, so that permissions which the check took
             from files and directories may be given back for as long as they are read.
         leave_out: path below `root` that is not part of the tree.
+        seen: what is known of its files, to be added to.
 
     Raises:
         OSError: something cannot be read.
@@ -172,6 +208,7 @@ def scan(root: str | Path, *, ours: bool = False, leave_out: str | None = None) 
     """
     entries: list[Entry] = []
     pending = [""]
+    now_ns = time.time_ns()
     with opened(root) as base, Walk(base, ours=ours) as walk:
         while pending:
             path = pending.pop()
@@ -184,7 +221,11 @@ def scan(root: str | Path, *, ours: bool = False, leave_out: str | None = None) 
                         continue
                     with _naming(name):
                         info = item.stat(follow_symlinks=False)
-                        entry = _entry(descriptor, item.name, name, info, ours=ours)
+                        entry = seen.get(name, info) if seen is not None else None
+                        if entry is None:
+                            entry = _entry(descriptor, item.name, name, info, ours=ours)
+                            if seen is not None and entry.kind is EntryKind.FILE:
+                                seen.learn(name, info, entry, now_ns)
                     entries.append(entry)
                     if entry.kind is EntryKind.DIRECTORY:
                         pending.append(name)

@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 import stat
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, Final
 
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 INLINE_MTIME_NS: Final = 946_684_800 * 10**9
 """Times of inline files: the start of the year 2000, so that equal specs make equal trees."""
+
+
+@lru_cache(maxsize=16)
+def _seen(directory: str) -> tree.Seen:
+    """Give what this process knows of a directory."""
+    del directory
+    return tree.Seen()
 
 
 class WorkspaceError(OrchestratorError):
@@ -54,7 +61,8 @@ class SpecWorkspace:
         if self.directory is None:
             return Manifest({})
         try:
-            found = tree.scan(self.directory, leave_out=self._left_out(Path(self.directory)))
+            left_out = self._left_out(Path(self.directory))
+            found = tree.scan(self.directory, leave_out=left_out, seen=_seen(self.directory))
         except OSError as error:
             where = error.filename if isinstance(error.filename, str) else self.directory
             raise WorkspaceError(

@@ -17,7 +17,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from ..guest import SANE_PATH
-from ..guest.remote import GuestError
+from ..guest.answers import GuestError
 from ..guest.shells import ASK_S
 
 if TYPE_CHECKING:

@@ -114,3 +114,8 @@ def cut(sizes: Iterable[int], total: int, keep: int) -> tuple[int, int]:
     if sum(sizes) == total <= keep:
         return total, 0
     return math.ceil(keep / 2), keep - math.ceil(keep / 2)
+
+
+def scripts() -> dict[str, Path]:
+    """Give the guest's scripts by name; in a sandbox they lie side by side."""
+    return {name: SUPERVISOR.with_name(name) for name in ("supervisor.sh", "account.sh")}

@@ -12,7 +12,7 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Final
 
-from .remote import GuestError
+from .answers import GuestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,12 +48,11 @@ class Serving:
         self._receive = receive
         self._complaint = complaint
         self._held = b""
-        self._asked = ""
         self.broken = False  # nothing can be asked any more
         self._lock = threading.Lock()
 
     def ask(self, verb: str, *words: str, stdin: bytes = b"") -> Iterator[bytes]:
-        """Have `account.sh` do something. See `remote.Channel`."""
+        """Have `account.sh` do something. See `Channel`."""
         return self._answer(f"{verb} {{tag}} {' '.join(words)} ", _escaped(stdin))
 
     def order(self, verb: str, slot: Slot, request: str) -> None:
@@ -69,29 +68,24 @@ class Serving:
     def _answer(self, question: str, stdin: bytes) -> Iterator[bytes]:
         tag = secrets.token_hex(16)
         begin, end = f"\n{tag} begin\n".encode(), f"\n{tag} end ".encode()
-        with self._lock:
-            self._asked = tag
+        with self._lock:  # until the answer is read, or whoever asked has closed it
             try:
-                self._send(question.format(tag=tag).encode() + stdin + b"\n")
+                self._send(question.replace("{tag}", tag).encode() + stdin + b"\n")
             except OSError as error:
                 self.broken = True
                 raise GuestError(f"the guest cannot be asked: {error}") from error
             while (found := self._held.find(begin)) < 0:
                 self._held = self._held[-len(begin) :] + self._more()
             self._held = self._held[found + len(begin) :]
-        done = False
-        while not done:
-            with self._lock:
-                if self._asked != tag:
-                    raise GuestError("its answer was not waited for: there is a later question")
-                while (found := self._held.find(end)) < 0 and len(self._held) <= len(end):
-                    self._held += self._more()
-                done = found >= 0
-                cut = found if done else len(self._held) - len(end)
-                piece, self._held = self._held[:cut], self._held[cut:]
-                status = self._status(end) if done else b"0"
+            while (found := self._held.find(end)) < 0:
+                if len(self._held) > len(end):
+                    piece, self._held = self._held[: -len(end)], self._held[-len(end) :]
+                    yield piece
+                self._held += self._more()
+            piece, self._held = self._held[:found], self._held[found:]
             if piece:
                 yield piece
+            status = self._status(end)
         if status != b"0":
             raise GuestError(f"the guest failed with {status.decode()}: {self._complaint()}")
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 from attrs import define, evolve
 
 from .. import archive
-from . import SANE_LANG, SETTLE_S, lost, remote, request
-from .remote import Account, GuestError, Recorded
+from . import SANE_LANG, SETTLE_S, lost, request, scripts
+from .answers import GuestError
+from .records import Recorded, deliver_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ..core.evidence import Entry, Manifest
     from ..core.facts import SandboxRef
     from ..ports import Intake, Order, Record, Slot, Workspace
+    from .account import Account
 
 PIECE: Final = 700 * 1024
 """Bytes that are sent at once: gateways refuse a mebibyte."""
@@ -66,7 +68,7 @@ class Shell(Protocol):
 
 @define
 class Commands:
-    """The guest, each question to it a program of its own. See `remote.Channel`."""
+    """The guest, each question to it a program of its own. See `Channel`."""
 
     shell: Shell
     base: str
@@ -113,7 +115,7 @@ class ShellSandbox:
             'umask 077; mkdir -p "$1/records" "$1/home"'
             ' && cat >"$1/$2.new" && mv "$1/$2.new" "$1/$2"'
         )
-        for name, path in remote.scripts().items():
+        for name, path in scripts().items():
             self._do(["/bin/sh", "-c", make, "sh", self.base, name], path.read_bytes())
 
     def upload(self, workspace: Workspace) -> bool:
@@ -215,7 +217,7 @@ class ShellSandbox:
     def fetch(self, entries: Iterable[Entry], slot: Slot, intake: Intake) -> None:
         """Have the guest send files and output."""
         self.account.send(self.channel, entries, intake)
-        remote.deliver_output(self.channel, self.records, slot, intake)
+        deliver_output(self.channel, self.records, slot, intake)
 
     def _recorded(self, slot: Slot) -> Recorded:
         return Recorded.read([self._answer("record", self.records, slot)])

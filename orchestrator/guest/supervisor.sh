@@ -33,6 +33,10 @@
 # What comes in the environment is exported for good, whatever it is set to here: the command gets it
 # back as it came, and what must not be seen is not exported to begin with.
 given=$(export -p)
+# shellcheck disable=SC3040 # only the shell that knows it gets there
+case $given in
+declare*) given=$(set -o posix; export -p) ;; # else, in a function, these would be its own
+esac
 unset nonce tag line rest verb part kin
 record=$2
 shared=${3-}

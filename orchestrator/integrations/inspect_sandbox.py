@@ -22,7 +22,7 @@ from ..backends.inspect_shell import InspectShell
 from ..core.errors import EvidenceIncompleteError, PermitError, SpecError
 from ..core.evidence import EntryKind
 from ..core.facts import SandboxRef
-from ..guest.remote import Account
+from ..guest.account import Account
 from ..guest.shells import ShellSandbox
 
 if TYPE_CHECKING:

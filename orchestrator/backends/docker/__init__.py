@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:
 
 from ... import guest
 from ...core.errors import SandboxGoneError, SpecError
-from ...guest import remote
+from ...guest.account import Account
 from ...owner import owner
 from ...ports import Labelled
 from .attached import AttachedBackend
@@ -282,7 +282,7 @@ class DockerBackend:
                 "Memory": options.get("mem_limit"),
             },
         }
-        live = self._live[run_id] = Live(remote.Account(self.workdir), fresh=True)
+        live = self._live[run_id] = Live(Account(self.workdir), fresh=True)
         return DockerSandbox(self, run_id, container, live, spec)
 
     def _enforced(self, limits: Limits) -> dict[str, Any]:
@@ -332,7 +332,7 @@ class DockerBackend:
             return None
         if (found["Config"].get("Labels") or {}).get(RUN_LABEL) != run_id:
             raise SandboxGoneError(f"{name_of(run_id)}: a container of somebody else has this name")
-        live = self._live.setdefault(run_id, Live(remote.Account(self.workdir)))
+        live = self._live.setdefault(run_id, Live(Account(self.workdir)))
         return DockerSandbox(self, run_id, found, live)
 
     def forget(self, run_id: str) -> None:

@@ -15,7 +15,7 @@ from docker.errors import APIError, NotFound
 
 from ...core.errors import PermitError, SandboxGoneError, SpecError
 from ...core.facts import SandboxRef
-from ...guest.remote import Account
+from ...guest.account import Account
 from ...guest.shells import ShellSandbox
 from .daemon import ExecShell
 

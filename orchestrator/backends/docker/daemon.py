@@ -13,7 +13,7 @@ import docker
 from docker.context import ContextAPI
 from docker.utils import kwargs_from_env
 
-from ...guest.remote import GuestError
+from ...guest.answers import GuestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

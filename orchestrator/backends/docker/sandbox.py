@@ -18,15 +18,16 @@ from attrs import Factory, define
 from docker.errors import APIError, NotFound
 
 from ... import archive, guest
-from ...core.errors import PermitError, SandboxGoneError
+from ...core.errors import OrchestratorError, PermitError, SandboxGoneError, StorageError
 from ...core.evidence import Entry, EntryKind
 from ...core.facts import SandboxRef
 from ...core.verdict import ObservedBy
-from ...guest import remote
-from ...guest.remote import GuestError, Recorded
+from ...guest.answers import Channel, GuestError
+from ...guest.records import Recorded, deliver_output
 from ...guest.serving import Serving
 from ...guest.shells import Commands
 from ...ports import Ending, Record
+from .bundles import directories, file, guests
 from .daemon import Attached, ExecShell
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from ...core.evidence import Manifest
     from ...core.machine import CleanupPermit
     from ...core.spec import EvalSpec
+    from ...guest.account import Account
     from ...ports import Intake, Order, Slot, Workspace
     from . import DockerBackend
     from .workspaces import Held
@@ -63,14 +65,16 @@ class Live:
     Attributes:
         account: of its workspace.
         fresh: it was created here, and nothing is in it yet.
-        sent: what was sent, until it is accounted for.
+        workspace: what was sent, whose content need not come back.
+        sent: its manifest, until it is accounted for.
         held: the image that its workspace came with, if it did.
         busy: orders that process 1 runs for this process; it answers nothing meanwhile.
         gone: it was destroyed, or found to be gone.
     """
 
-    account: remote.Account
+    account: Account
     fresh: bool = False
+    workspace: Workspace | None = None
     sent: Manifest | None = None
     held: Held | None = None
     busy: int = 0
@@ -150,7 +154,7 @@ class DockerSandbox:
         else:
             live.account.known = dict(held.account.known)
             self._name_localhost()
-        live.sent, live.held = workspace.manifest(), held
+        live.workspace, live.sent, live.held = workspace, workspace.manifest(), held
         self._guest(anew=True)
         return True
 
@@ -184,20 +188,20 @@ class DockerSandbox:
             self.backend.pin(self.spec),
             self.container["Config"]["User"],
             lambda: chain([first], archive.pack(workspace, root, user), [archive.END]),
-            len(first) + archive.length(manifest, root, user) + len(archive.END),
+            lambda: len(first) + archive.length(manifest, root, user) + len(archive.END),
         )
 
     def _first(self, user: tuple[int, int]) -> bytes:
         """Give what goes before the workspace: the guest, and the directories it lies in."""
-        hosts = _file("etc/hosts", _HOSTS, 0o644) if self.backend.network is None else b""
+        hosts = file("etc/hosts", _HOSTS, 0o644) if self.backend.network is None else b""
         root = self.backend.workdir.strip("/")
-        return _guests(BASE.strip("/"), user) + hosts + _directories(root, user)
+        return guests(BASE.strip("/"), user) + hosts + directories(root, user)
 
     def _name_localhost(self) -> None:
         """Give the container a hosts file: that of its image is hidden by an empty one."""
         user, _ = self.backend.ids_of_user(self.container)
         if self.backend.network is None and user != 0:  # else the guest can, which is quicker
-            hosts = _file("etc/hosts", _HOSTS, 0o644) + archive.END
+            hosts = file("etc/hosts", _HOSTS, 0o644) + archive.END
             self.backend.client.put_archive(self.container["Id"], "/", hosts)
 
     def _send(self, workspace: Workspace) -> None:
@@ -209,7 +213,7 @@ class DockerSandbox:
             client.put_archive(container, "/", archive.squeeze(bundle))
             return
         # These are volumes, to be filled one by one.
-        client.put_archive(container, BASE, _guests("", user) + archive.END)
+        client.put_archive(container, BASE, guests("", user) + archive.END)
         top = Entry(".", EntryKind.DIRECTORY, 0o755, time.time_ns())
         bundle = chain(
             [archive.header(top, "./", user)], archive.pack(workspace, "", user), [archive.END]
@@ -236,8 +240,27 @@ class DockerSandbox:
     def fetch(self, entries: Iterable[Entry], slot: Slot, intake: Intake) -> None:
         """Have the guest send files and output."""
         serving = self._guest()
-        self.live.account.send(serving, entries, intake)
-        remote.deliver_output(serving, RECORDS, slot, intake)
+        self.live.account.send(serving, self._not_sent(entries, intake), intake)
+        deliver_output(serving, RECORDS, slot, intake)
+
+    def _not_sent(self, entries: Iterable[Entry], intake: Intake) -> list[Entry]:
+        """Deliver content that was sent from where it came from, by its digest; give the rest."""
+        workspace = self.live.workspace
+        given = workspace.manifest().entries if workspace is not None else {}
+        left = []
+        for entry in entries:
+            sent = given.get(entry.path)
+            if workspace is None or sent is None or sent.sha256 != entry.sha256:
+                left.append(entry)
+                continue
+            try:
+                with workspace.open(sent) as stream:
+                    intake.receive(entry, stream)
+            except StorageError:
+                raise
+            except (OSError, OrchestratorError):  # it is another one by now
+                left.append(entry)
+        return left
 
     # --- the command ------------------------------------------------------------------------------
 
@@ -327,7 +350,7 @@ class DockerSandbox:
         """Give the connection to the guest; start it where it is not running."""
         return self.live.serving(self._attach, anew=anew)
 
-    def _channel(self) -> remote.Channel:
+    def _channel(self) -> Channel:
         """Give a way to ask the guest that waits for no command."""
         if not self.live.busy:
             return self._guest()
@@ -402,33 +425,3 @@ class DockerSandbox:
             except NotFound:
                 return
             time.sleep(0.02)
-
-
-def _guests(root: str, user: tuple[int, int]) -> bytes:
-    """Give the guest's own place as pieces of tar."""
-    prefix = f"{root}/" if root else ""
-    base = _directory(root, 0o755, (0, 0)) if root else b""
-    scripts = [
-        _file(f"{prefix}{name}", path.read_bytes(), 0o644)
-        for name, path in remote.scripts().items()
-    ]
-    private = [_directory(f"{prefix}{name}", 0o700, user) for name in ("records", "home")]
-    return base + b"".join(scripts + private)
-
-
-def _directories(path: str, user: tuple[int, int]) -> bytes:
-    """Give a directory, and those it lies in, as pieces of tar."""
-    parts = path.split("/")
-    above = ["/".join(parts[:count]) for count in range(1, len(parts))]
-    return b"".join(_directory(part, 0o755, (0, 0)) for part in above) + _directory(
-        path, 0o755, user
-    )
-
-
-def _directory(path: str, mode: int, owner: tuple[int, int]) -> bytes:
-    return archive.header(Entry(path, EntryKind.DIRECTORY, mode, time.time_ns()), path, owner)
-
-
-def _file(path: str, data: bytes, mode: int) -> bytes:
-    entry = Entry(path, EntryKind.FILE, mode, time.time_ns(), len(data))
-    return archive.header(entry, path, (0, 0)) + data + archive.padding(len(data))

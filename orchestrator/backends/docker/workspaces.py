@@ -25,7 +25,8 @@ from docker.errors import APIError, DockerException, ImageNotFound
 
 from ... import archive
 from ...core.evidence import Entry, EntryKind
-from ...guest import remote
+from ...guest import scripts
+from ...guest.account import Account
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -48,7 +49,7 @@ class Held:
 
     image: str
     manifest: Manifest
-    account: remote.Account
+    account: Account
 
 
 class Workspaces:
@@ -73,7 +74,7 @@ class Workspaces:
         image: Mapping[str, Any],
         user: str,
         layer: Callable[[], Iterator[bytes]],
-        size: int,
+        size: Callable[[], int],
     ) -> Held | None:
         """Give a workspace that the daemon has, from now on if not before.
 
@@ -82,7 +83,7 @@ class Workspaces:
             image: below it, as the daemon describes it.
             user: that the container runs as.
             layer: gives the layer as an archive.
-            size: of that archive, bytes.
+            size: gives the size of that archive, bytes.
 
         Returns:
             None where it is not worth it, or the daemon cannot.
@@ -98,21 +99,21 @@ class Workspaces:
                 found = str(self._client().inspect_image(name)["Id"])
                 known = self._held.get(name)
                 if known is None or known.image != found:
-                    self._held[name] = Held(found, manifest, remote.Account(self._workdir))
+                    self._held[name] = Held(found, manifest, Account(self._workdir))
                 return self._held[name]
             try:
                 self._make_room()
-                self._load(name, image, size, layer())
+                self._load(name, image, size(), layer())
                 found = str(self._client().inspect_image(name)["Id"])
             except DockerException:
                 self._refused = True  # for as long as this lives; a run sends its own
                 return None
-            self._held[name] = Held(found, manifest, remote.Account(self._workdir))
+            self._held[name] = Held(found, manifest, Account(self._workdir))
             return self._held[name]
 
     def _name(self, manifest: Manifest, image: str, user: str) -> str:
         said = [manifest.digest, image, user, self._workdir]
-        said += [path.read_text("utf-8") for path in remote.scripts().values()]
+        said += [path.read_text("utf-8") for path in scripts().values()]
         return f"{REPOSITORY}:{hashlib.sha256(repr(said).encode()).hexdigest()[:32]}"
 
     def _load(self, name: str, image: Mapping[str, Any], size: int, layer: Iterator[bytes]) -> None:

@@ -19,7 +19,7 @@ from attrs import define, field
 
 from ...guest.processes import Claim, wait
 from . import supervisor
-from .supervisor import descendants
+from .supervisor import children, descendants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -230,8 +230,9 @@ def _purge(spawning: threading.Lock, supervisors: set[int]) -> None:
     """Kill what fell to this process from a supervisor that was killed."""
     while True:
         with spawning:
-            below = {pid for known in supervisors for pid in [known, *descendants(known)]}
-            orphans = [pid for pid in descendants(os.getpid()) if pid not in below]
+            # By its parent, and not for want of one: what has just been forked elsewhere has both.
+            fallen = [pid for pid in children(os.getpid()) if pid not in supervisors]
+            orphans = [pid for each in fallen for pid in [each, *descendants(each)]]
             if not orphans:
                 return
             supervisor.kill_all(orphans)

@@ -80,8 +80,8 @@ def refuse_kills() -> bool:
     return False
 
 
-def descendants(ancestor: int) -> list[int]:
-    """Give the living processes below a process, children before grandchildren."""
+def families() -> dict[int, list[int]]:
+    """Give the living children of every process that has any."""
     below: dict[int, list[int]] = {}
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
@@ -93,6 +93,17 @@ def descendants(ancestor: int) -> list[int]:
             continue
         if state not in {b"Z", b"X"}:
             below.setdefault(int(parent), []).append(int(entry.name))
+    return below
+
+
+def children(parent: int) -> list[int]:
+    """Give the living children of a process."""
+    return families().get(parent, [])
+
+
+def descendants(ancestor: int) -> list[int]:
+    """Give the living processes below a process, children before grandchildren."""
+    below = families()
     found = [ancestor]
     for pid in found:
         found += below.get(pid, [])

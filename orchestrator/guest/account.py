@@ -1,7 +1,4 @@
-"""The guest where nothing else can be asked: its account of a tree, its records, its output.
-
-`account.sh` runs beside the supervisor in the sandbox. How its words come and go is a backend's
-(`Channel`): a line to process 1 of a container, a command of its own through a gateway.
+"""The guest's account of a tree, where its storage can be asked in no other way.
 
 Cost follows the change. A file whose inode, size, mode, times and time of *change* are what they
 were when it was last accounted for has not been written to: no program can set the last of these,
@@ -15,27 +12,24 @@ from __future__ import annotations
 import re
 import stat
 import time
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from attrs import Factory, define, frozen
 
-from ..core.errors import EvidenceIncompleteError, OrchestratorError
+from ..core.errors import EvidenceIncompleteError
 from ..core.evidence import Entry, EntryKind, Manifest
-from ..ports import Ending
-from . import cut, lost, output_parts, parse
+from .answers import Channel, Content, GuestError, Reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
     from typing import BinaryIO
 
-    from ..ports import Intake, Order, Record, Slot, Stream
+    from ..ports import Intake
 
-STREAMS: Final[tuple[Stream, ...]] = ("stdout", "stderr")
 _YOUNG_S: Final = 2
 _BATCH: Final = 256 * 1024
 """Bytes of names that are sent at once: less than any known gateway takes."""
-_PARTS: Final = ("head", "a", "b")
 _TIME: Final = re.compile(r"(\d+)-(\d+)-(\d+) (\d+):(\d+):(\d+)(?:\.(\d+))?")
 _KINDS: Final = {
     stat.S_IFREG: EntryKind.FILE,
@@ -46,21 +40,6 @@ _KINDS: Final = {
     stat.S_IFCHR: EntryKind.DEVICE,
     stat.S_IFBLK: EntryKind.DEVICE,
 }
-
-
-class GuestError(OrchestratorError):
-    """The guest could not do what it was asked, or its answer was cut short."""
-
-
-class Channel(Protocol):
-    """A way to ask the guest."""
-
-    def ask(self, verb: str, *words: str, stdin: bytes = b"") -> Iterator[bytes]:
-        """Have `account.sh VERB WORDS...` run with `stdin`; give what it writes.
-
-        Raises:
-            GuestError: it failed, or whether it did is not known; at the end of what it wrote.
-        """
 
 
 @frozen
@@ -204,10 +183,11 @@ class Account:
         """Deliver the content of files."""
         for batch in _batches(entries, lambda entry: entry.path):
             names = _names(entry.path for entry in batch)
-            answer = _Reader(channel.ask("send", self.root, *self._unlocked(batch), stdin=names))
-            for entry in batch:
-                intake.receive(entry, cast("BinaryIO", _Content(answer, entry.size)))
-            answer.finish()
+            words = self._unlocked(batch)
+            with closing(Reader(channel.ask("send", self.root, *words, stdin=names))) as answer:
+                for entry in batch:
+                    intake.receive(entry, cast("BinaryIO", Content(answer, entry.size)))
+                answer.finish()
 
     def _unlocked(self, entries: Iterable[Entry]) -> tuple[str, ...]:
         """Say whether something on the way to `entries`, or one of them, may not be read."""
@@ -241,13 +221,14 @@ class Account:
         stamps = self.listing.stamps if self.listing else {}
         for batch in _batches(paths, str):
             words = self._unlocked([])
-            answer = _Reader(channel.ask("links", self.root, *words, stdin=_names(batch)))
-            for path in batch:
-                target = answer.exactly(stamps[path].size)
-                if answer.exactly(1) != b"\n":
-                    raise EvidenceIncompleteError(f"{path!r} changed while it was read")
-                yield target.decode("utf-8", "surrogateescape")
-            answer.finish()
+            asked = channel.ask("links", self.root, *words, stdin=_names(batch))
+            with closing(Reader(asked)) as answer:
+                for path in batch:
+                    target = answer.exactly(stamps[path].size)
+                    if answer.exactly(1) != b"\n":
+                        raise EvidenceIncompleteError(f"{path!r} changed while it was read")
+                    yield target.decode("utf-8", "surrogateescape")
+                answer.finish()
 
 
 def read_listing(answer: Iterable[bytes]) -> Listing:
@@ -256,7 +237,11 @@ def read_listing(answer: Iterable[bytes]) -> Listing:
     Raises:
         GuestError: it is not that, or was cut short.
     """
-    reader = _Reader(iter(answer))
+    with closing(Reader(iter(answer))) as reader:
+        return _listing(reader)
+
+
+def _listing(reader: Reader) -> Listing:
     stamps: dict[str, Stamp] = {}
     modes: dict[str, int] = {}
     try:
@@ -310,88 +295,6 @@ def _days(year: int, month: int, day: int) -> int:
     return _DAYS[key]
 
 
-# --- what is on record of a command ---------------------------------------------------------------
-
-
-@frozen
-class Recorded:
-    """What the guest has on record of one command.
-
-    Attributes:
-        claimed: somebody has, or had, the right to start it.
-        sizes: of each stream, the collector's line; empty where it was not kept.
-        parts: of each stream, bytes that its parts hold, by their suffix.
-        keep: bytes of each stream that the order asked for.
-        ended: the supervisor's record; empty where there is none.
-    """
-
-    claimed: bool
-    sizes: Mapping[str, str]
-    parts: Mapping[str, Mapping[str, int]]
-    keep: int
-    ended: str
-
-    @classmethod
-    def read(cls, answer: Iterable[bytes]) -> Recorded:
-        """Read what `account.sh record` wrote.
-
-        Raises:
-            GuestError: it is not that.
-        """
-        text = b"".join(answer).decode("utf-8", "surrogateescape")
-        try:
-            claimed, keep, *lines = text.split("\n", 10)
-            rows = {"stdout": lines[:4], "stderr": lines[4:8]}
-            return cls(
-                {"claimed": True, "unclaimed": False}[claimed],
-                {stream: row[0] for stream, row in rows.items()},
-                {
-                    stream: dict(zip(_PARTS, map(int, row[1:]), strict=True))
-                    for stream, row in rows.items()
-                },
-                int(keep or 0),
-                lines[8],
-            )
-        except (ValueError, KeyError, IndexError) as error:
-            raise GuestError(f"not a record of a command: {text[:200]!r}") from error
-
-    def finished(self, order: Order) -> Record | None:
-        """Give the record, if it is one that the order's supervisor wrote."""
-        done = parse(self.ended, order.nonce)
-        if done is not None and done.ending not in {Ending.NOT_STARTED, Ending.LOST}:
-            for stream in STREAMS:
-                if not self.sizes[stream]:
-                    return lost(f"{stream} of the command was not kept", still=done.still)
-        return done
-
-
-def deliver_output(channel: Channel, records: str, slot: Slot, intake: Intake) -> None:
-    """Deliver what was kept of a command's output.
-
-    Raises:
-        EvidenceIncompleteError: it is not what the guest says that it kept.
-    """
-    recorded = Recorded.read(channel.ask("record", records, slot))
-    for stream in STREAMS:
-        if not recorded.sizes[stream]:
-            continue
-        try:
-            total, names = output_parts(recorded.sizes[stream])
-        except ValueError as error:
-            raise EvidenceIncompleteError(f"{stream}: {error}") from error
-        head, tail = cut([recorded.parts[stream][name] for name in names], total, recorded.keep)
-        ends = {"first": b"", "last": b""}
-        for end, size in (("first", head), ("last", tail)):
-            if size:
-                ends[end] = b"".join(channel.ask(end, records, slot, stream, str(size)))
-                if len(ends[end]) != size:
-                    raise EvidenceIncompleteError(f"{stream}: {len(ends[end])} bytes, not {size}")
-        intake.output(stream, [ends["first"]], [ends["last"]], total)
-
-
-# --- streams --------------------------------------------------------------------------------------
-
-
 def _bytes(path: str) -> bytes:
     return path.encode("utf-8", "surrogateescape")
 
@@ -416,80 +319,3 @@ def _batches(items: Iterable[Any], name: Any) -> Iterator[list[Any]]:
         size += length
     if batch:
         yield batch
-
-
-class _Reader:
-    """Reads an answer in pieces of its own choosing."""
-
-    def __init__(self, answer: Iterator[bytes]) -> None:
-        self._answer = answer
-        self._held = b""
-        self._at = 0
-
-    def _more(self) -> bool:
-        chunk = next(self._answer, None)
-        if chunk is None:
-            return False
-        self._held = self._held[self._at :] + chunk
-        self._at = 0
-        return True
-
-    def read(self, size: int) -> bytes:
-        """Give up to `size` bytes, none at the end."""
-        if self._at == len(self._held) and not self._more():
-            return b""
-        piece = self._held[self._at : self._at + size]
-        self._at += len(piece)
-        return piece
-
-    def exactly(self, size: int) -> bytes:
-        """Give `size` bytes.
-
-        Raises:
-            EvidenceIncompleteError: there are fewer.
-        """
-        pieces = []
-        while size:
-            piece = self.read(size)
-            if not piece:
-                raise EvidenceIncompleteError("the sandbox's answer was cut short")
-            pieces.append(piece)
-            size -= len(piece)
-        return b"".join(pieces)
-
-    def until(self, end: bytes) -> bytes:
-        """Give what comes before `end`, or the rest."""
-        while (found := self._held.find(end, self._at)) < 0:
-            if not self._more():
-                found = len(self._held)
-                break
-        piece = self._held[self._at : found]
-        self._at = min(found + len(end), len(self._held))
-        return piece
-
-    def finish(self) -> None:
-        """Read to the end, where a failure of the guest is raised."""
-        while self._more():
-            self._at = len(self._held)
-
-
-class _Content:
-    """One file's part of an answer that holds many."""
-
-    def __init__(self, reader: _Reader, size: int) -> None:
-        self._reader = reader
-        self._left = size
-
-    def read(self, size: int = -1) -> bytes:
-        """Give up to `size` bytes, none at the end of the file."""
-        size = self._left if size < 0 else min(size, self._left)
-        piece = self._reader.read(size) if size else b""
-        self._left -= len(piece)
-        return piece
-
-
-def scripts() -> dict[str, Path]:
-    """Give the guest's scripts by name; in a sandbox they lie side by side."""
-    from . import SUPERVISOR  # noqa: PLC0415
-
-    return {name: SUPERVISOR.with_name(name) for name in ("supervisor.sh", "account.sh")}
