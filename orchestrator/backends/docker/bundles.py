@@ -17,7 +17,7 @@ def guests(root: str, user: tuple[int, int]) -> bytes:
         file(f"{prefix}{name}", path.read_bytes(), 0o644) for name, path in scripts().items()
     ]
     private = [_directory(f"{prefix}{name}", 0o700, user) for name in ("records", "home")]
-    return base + b"".join(scripts + private)
+    return base + b"".join(brought + private)
 
 
 def directories(path: str, user: tuple[int, int]) -> bytes:
