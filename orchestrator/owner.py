@@ -1,7 +1,9 @@
 """Who made a sandbox: a name for this process that no other one had or will have.
 
 A process id comes again; with the machine, its boot and the moment at which the process started it
-does not. The name fits into a label of any backend (letters, digits and dots, below 64 characters).
+does not. Containers are machines of their own: they share an id or a boot, but not what a process
+id means, so a machine is its id, its host name and the namespace of process ids. The name fits into
+a label of any backend (letters, digits and dots, below 64 characters).
 """
 
 from __future__ import annotations
@@ -28,14 +30,24 @@ def alive(name: str) -> bool | None:
 
 
 def _machine() -> tuple[str, str]:
-    found = []
-    for place in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
-        try:
-            text = Path(place).read_text("ascii").strip()
-        except OSError:
-            text = ""
-        found.append(hashlib.sha256((text or socket.gethostname()).encode()).hexdigest()[:12])
-    return found[0], found[1]
+    try:
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        namespace = ""
+    machine = f"{_said('/etc/machine-id')} {socket.gethostname()} {namespace}"
+    boot = _said("/proc/sys/kernel/random/boot_id")
+    return _short(machine), _short(boot or socket.gethostname())
+
+
+def _said(place: str) -> str:
+    try:
+        return Path(place).read_text("ascii").strip()
+    except OSError:
+        return ""
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _started(pid: int) -> str:

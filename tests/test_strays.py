@@ -132,3 +132,57 @@ def test_what_came_after_its_run_was_cleaned_up_is_destroyed(runner):
     assert (swept.run_id, swept.problem) == (result.run_id, "")
     assert runner.backend.labelled() == []
     assert runner.result(result.run_id).verdict is Verdict.PASSED
+
+
+def test_a_process_in_another_namespace_is_neither_dead_nor_alive_from_here():
+    program = "from orchestrator.owner import owner; print(owner())"
+    argv = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program]
+    said = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if said.returncode:
+        pytest.skip(f"no namespaces here: {said.stderr}")
+    assert alive(said.stdout.strip()) is None
+
+
+def test_what_two_journals_keep_on_purpose_does_not_send_a_sweep_in_circles(runner, root, tmp_path):
+    program = (
+        "import sys\n"
+        "from orchestrator import EvalSpec, Runner\n"
+        "from orchestrator.backends.local import LocalBackend\n"
+        "spec = EvalSpec(name='x', check='true', setup='exit 1', retain='unresolved')\n"
+        "Runner(LocalBackend(sys.argv[1]), sys.argv[2]).run(spec)\n"
+    )
+    for name in ("one", "other"):
+        argv = [sys.executable, "-c", program, root, tmp_path / name]
+        subprocess.run(argv, check=True)
+    assert list(sweep_all(runner)) == []
+    assert len(runner.backend.labelled()) == 2
+    assert [each.problem for each in sweep_all(runner, kept=True)] == ["", ""]
+
+
+def test_a_journal_that_cannot_be_read_keeps_nothing_else_from_being_swept(runner, root, tmp_path):
+    unknown = abandon(root, tmp_path / "damaged", "CHECKED")
+    gone = abandon(root, tmp_path / "theirs", "CHECKED")
+    (tmp_path / "damaged" / "journal.db").write_bytes(b"no database" * 99)
+    (tmp_path / "theirs").rename(tmp_path / "gone")
+    problems = {each.run_id: each.problem for each in sweep_all(runner)}
+    assert "damaged" in problems[unknown]
+    assert problems[gone] == ""
+
+
+def test_a_sweep_that_was_killed_while_it_adopted_is_finished_by_the_next(runner, root, tmp_path):
+    run_id = abandon(root, tmp_path / "theirs", "UPLOADED")
+    (tmp_path / "theirs").rename(tmp_path / "gone")
+    begin = runner.journal.begin
+
+    def die(*args, **options):
+        begin(*args, **options)
+        raise KeyboardInterrupt
+
+    runner.journal.begin = die
+    with pytest.raises(KeyboardInterrupt):
+        list(sweep_all(runner))
+    runner.journal.release(run_id)
+    del runner.journal.begin
+    (swept,) = sweep_all(runner)
+    assert (swept.run_id, swept.problem) == (run_id, "")
+    assert runner.result(run_id).verdict is Verdict.UNRESOLVED

@@ -4,7 +4,8 @@ Cost follows the change. A file whose inode, size, mode, times and time of *chan
 were when it was last accounted for has not been written to: no program can set the last of these,
 short of the clock, and no sandbox may set that. So the content of such a file is not read again.
 A file that was changed within two seconds of the account is not taken for known (the clock of a
-file system is coarse).
+file system is coarse), and nothing is on storage that keeps no time of what is written through a
+mapping (tmpfs).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from ..ports import Intake
 
 _YOUNG_S: Final = 2
+_UNSTEADY: Final = {b"1021994", b"858458f6", b"1021997"}
+"""tmpfs, ramfs, 9p: what is written through a mapping may change no time there (statfs(2))."""
 _BATCH: Final = 256 * 1024
 """Bytes of names that are sent at once: less than any known gateway takes."""
 _TIME: Final = re.compile(r"(\d+)-(\d+)-(\d+) (\d+):(\d+):(\d+)(?:\.(\d+))?")
@@ -67,12 +70,14 @@ class Listing:
         asked_s: this process's monotonic clock when its first line arrived here.
         time_s: the sandbox's time of day then, whole seconds.
         stamps: by path.
+        steady: its storage tells of every change by a time of change.
     """
 
     clock_s: float
     asked_s: float
     time_s: int
     stamps: Mapping[str, Stamp]
+    steady: bool = True
 
     def clock(self) -> float:
         """Give the sandbox's clock now, or a little less than it is."""
@@ -158,7 +163,7 @@ class Account:
         self.known = {
             path: (stamp, entries[path])
             for path, stamp in listing.stamps.items()
-            if stamp.ctime_ns < old_ns
+            if listing.steady and stamp.ctime_ns < old_ns
         }
 
     def look(self, channel: Channel) -> Listing:
@@ -247,7 +252,7 @@ def _listing(reader: Reader) -> Listing:
     try:
         first = reader.until(b"\n")
         asked_s = time.monotonic()
-        clock, now = first.split()
+        clock, now, *storage = first.split()
         while (count := reader.until(b"\n")) not in {b"", b"locked"}:
             names = [reader.until(b"\0") for _ in range(int(count))]
             for name in names:
@@ -262,7 +267,8 @@ def _listing(reader: Reader) -> Listing:
         if stamp := stamps.get(path):
             shown = stat.S_IFMT(stamp.mode) | mode
             stamps[path] = Stamp(shown, stamp.size, stamp.inode, stamp.mtime_ns, stamp.ctime_ns)
-    return Listing(float(clock), asked_s, int(now), stamps)
+    steady = bool(storage) and storage[0] not in _UNSTEADY
+    return Listing(float(clock), asked_s, int(now), stamps, steady)
 
 
 def _stamp(line: str) -> Stamp:

@@ -12,7 +12,8 @@
 #   account.sh lay FILE ROOT                  lay what a tar file has over the tree below ROOT
 #   account.sh first|last RECORDS SLOT STREAM BYTES   what was kept of its output
 #
-# NAMES end in a NUL each. `list` begins with a line: the sandbox's clock and the time of day, seconds.
+# NAMES end in a NUL each. `list` begins with a line: the sandbox's clock and the time of day, seconds,
+# and the type of the storage (statfs(2)).
 # A group of it is a line with a number, so many names that end in a NUL each, and so many lines about
 # them. What a check took its own permission from is given it back while it is read (`unlocked`), and
 # `list` then ends with mode and name of each, as they were.
@@ -119,7 +120,7 @@ parts() { # a stream's parts in their order
 
 clock() {
     { IFS=' ' read -r clock rest </proc/uptime; } 2>/dev/null || clock=$(date +%s)
-    echo "$clock $(date +%s)"
+    echo "$clock $(date +%s) $(stat -f -c %t "$1" 2>/dev/null)"
 }
 
 reach() { # is there a directory at $1? 2 where that cannot be told, and $above is what keeps it
@@ -132,14 +133,14 @@ reach() { # is there a directory at $1? 2 where that cannot be told, and $above 
 }
 
 case $1 in
-clock) clock ;;
+clock) clock / ;;
 record) record "$2" "$3" ;;
 take) take "$2" "$3" ;;
 unpack | lay) "$1" "$2" "$3" ;;
 first) parts "$2" "$3" "$4" | head -c "$5" ;;
 last) parts "$2" "$3" "$4" | tail -c "$5" ;;
 list | links | hash | send)
-    if [ "$1" = list ]; then clock; fi
+    if [ "$1" = list ]; then clock "$2"; fi
     until reach "$2"; do # what cannot be reached is not missing
         [ $? -ne 1 ] || exit 0
         [ "$3" = unlocked ] && chmod u+x "${above:-/}" || exit 1

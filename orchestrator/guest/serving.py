@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from .answers import GuestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from ..ports import Slot
 
@@ -53,7 +53,7 @@ class Serving:
 
     def ask(self, verb: str, *words: str, stdin: bytes = b"") -> Iterator[bytes]:
         """Have `account.sh` do something. See `Channel`."""
-        return self._answer(f"{verb} {{tag}} {' '.join(words)} ", _escaped(stdin))
+        return self._answer(verb, words, _escaped(stdin))
 
     def order(self, verb: str, slot: Slot, request: str) -> None:
         """Have the supervisor run or settle an order, and wait until it has.
@@ -62,15 +62,18 @@ class Serving:
             GuestError: it is not known that it has.
         """
         text = request.encode("utf-8", "surrogateescape")
-        for _ in self._answer(f"{verb} {{tag}} {slot} ", _escaped(text)):
+        for _ in self._answer(verb, (slot,), _escaped(text)):
             pass
 
-    def _answer(self, question: str, stdin: bytes) -> Iterator[bytes]:
+    def _answer(self, verb: str, words: Sequence[str], stdin: bytes) -> Iterator[bytes]:
         tag = secrets.token_hex(16)
+        # It ends with the tag: what a client that was killed has sent of a question is none.
+        rest = " ".join([*words, tag]).encode("utf-8", "surrogateescape")
+        question = f"{verb} {tag} .".encode() + stdin + b" " + rest + b"\n"
         begin, end = f"\n{tag} begin\n".encode(), f"\n{tag} end ".encode()
         with self._lock:  # until the answer is read, or whoever asked has closed it
             try:
-                self._send(question.replace("{tag}", tag).encode() + stdin + b"\n")
+                self._send(question)
             except OSError as error:
                 self.broken = True
                 raise GuestError(f"the guest cannot be asked: {error}") from error

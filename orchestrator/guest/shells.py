@@ -205,7 +205,7 @@ class ShellSandbox:
         self._do(["/bin/sh", "-c", 'rm -f "$1"', "sh", stored])
         for piece in _pieces([text]):
             offset = self._send(stored, offset, piece)
-        return f'exec <"{stored}"; {_PLACE}', b""
+        return f'exec <"{stored}" && rm -f "{stored}"; {_PLACE}', b""  # not for the command to read
 
     def _record(self, slot: Slot) -> str:
         return f"{self.records}/{slot}"

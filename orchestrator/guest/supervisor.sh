@@ -515,30 +515,34 @@ alive() { # is the supervisor that claimed still the process that it was?
 
 # --- process 1 of a sandbox ------------------------------------------------------------------------------
 
-serve() { # VERB TAG WORDS STDIN: the answer lies between two lines with the tag, which nobody can guess
+serve() { # VERB TAG .STDIN WORDS TAG: the answer lies between two lines with the tag, which nobody can guess
     records=$record
     # Without a network a container is given an empty one, and whatever its image has there is hidden.
     [ -s /etc/hosts ] || {
         { printf '%s\n' '127.0.0.1 localhost sandbox' '::1 localhost ip6-localhost ip6-loopback'; } 2>/dev/null >/etc/hosts
     }
-    while IFS= read -r line; do
-        verb=${line%% *}
-        line=${line#* }
-        tag=${line%% *}
-        rest=${line#* }
+    # `read` takes a line apart in time that grows with its length; patterns take the square of it.
+    while IFS=' ' read -r verb tag line rest; do
+        # Half a line, of a client that was killed while it wrote, is no question.
+        case $tag:$rest in
+        :*) continue ;;
+        *[\ :]"$tag") rest=${rest%"$tag"} ;;
+        *) continue ;;
+        esac
+        line=${line#.}
         printf '\n%s begin\n' "$tag"
         # shellcheck disable=SC2059 # what is sent is a format: the one way to have any byte in a line
         case $verb in
         run | settle)
-            record=$records/${rest%% *}
+            record=$records/${rest% }
             helpers=
             [ -e "$record" ] || mkdir -m 700 "$record"
-            ( umask 077 && printf "${rest#* }" >"$record/request.new" ) && mv "$record/request.new" "$record/request" && "$verb"
+            ( umask 077 && printf "$line" >"$record/request.new" ) && mv "$record/request.new" "$record/request" && line= && "$verb"
             ;;
         *)
-            # The words hold no blanks, and what comes last is for standard input.
+            # The words hold no blanks, and none of them is a pattern.
             # shellcheck disable=SC2086
-            printf "${rest##* }" | sh "${0%/*}/account.sh" "$verb" ${rest% *}
+            printf "$line" | ( set -f && exec sh "${0%/*}/account.sh" "$verb" $rest )
             ;;
         esac
         printf '\n%s end %s\n' "$tag" "$?"

@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from ... import archive
 from ...core.evidence import Entry, EntryKind
 from ...guest import scripts
+from ...guest.answers import GuestError
+from .daemon import look_at
+
+if TYPE_CHECKING:
+    import docker
 
 
 def guests(root: str, user: tuple[int, int]) -> bytes:
     """Give the guest's own place as pieces of tar."""
     prefix = f"{root}/" if root else ""
     base = _directory(root, 0o755, (0, 0)) if root else b""
-    scripts = [
+    brought = [
         file(f"{prefix}{name}", path.read_bytes(), 0o644) for name, path in scripts().items()
     ]
     private = [_directory(f"{prefix}{name}", 0o700, user) for name in ("records", "home")]
     return base + b"".join(brought + private)
 
 
-def directories(path: str, user: tuple[int, int]) -> bytes:
-    """Give a directory, and those it lies in, as pieces of tar."""
-    parts = path.split("/")
-    above = ["/".join(parts[:count]) for count in range(1, len(parts))]
-    return b"".join(_directory(part, 0o755, (0, 0)) for part in above) + _directory(
-        path, 0o755, user
-    )
+def directories(
+    client: docker.APIClient, container: str, path: str, user: tuple[int, int]
+) -> bytes:
+    """Give a directory as pieces of tar, and those it lies in as a container has them.
+
+    Raises:
+        GuestError: one of them is there, and is none: a directory would take its place.
+    """
+    parts, pieces = path.split("/"), []
+    for place in ("/".join(parts[:count]) for count in range(1, len(parts))):
+        found = look_at(client, container, f"/{place}")
+        if found is not None and not found.isdir():
+            raise GuestError(f"/{path}: /{place} is no directory in the image")
+        mode, owner = (0o755, (0, 0)) if found is None else (found.mode, (found.uid, found.gid))
+        pieces.append(_directory(place, mode, owner))
+    return b"".join(pieces) + _directory(path, 0o755, user)
 
 
 def _directory(path: str, mode: int, owner: tuple[int, int]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import struct
 import tarfile
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import docker
 from docker.context import ContextAPI
+from docker.errors import NotFound
 from docker.utils import kwargs_from_env
 
 from ...guest.answers import GuestError
@@ -155,9 +157,22 @@ def read_file(client: docker.APIClient, container: str, path: str) -> bytes:
     Raises:
         APIError: there is none.
     """
-    import io  # noqa: PLC0415 - hardly ever needed
-
     stream, _ = client.get_archive(container, path)
     with tarfile.open(fileobj=io.BytesIO(b"".join(stream))) as bundle:
         file = bundle.extractfile(bundle.getmembers()[0])
         return file.read() if file is not None else b""
+
+
+def look_at(client: docker.APIClient, container: str, path: str) -> tarfile.TarInfo | None:
+    """Give what a container has at a path, but for its content; None if there is nothing."""
+    try:
+        stream, _ = client.get_archive(container, path)
+    except NotFound:
+        return None
+    head = bytearray()
+    for piece in stream:
+        head += piece
+        with suppress(tarfile.ReadError), tarfile.open(fileobj=io.BytesIO(head), mode="r:") as file:
+            if found := file.next():
+                return found
+    return None

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import Factory, define
-from docker.errors import APIError, NotFound
+from docker.errors import APIError, ImageNotFound, NotFound
 
 from ... import archive, guest
 from ...core.errors import OrchestratorError, PermitError, SandboxGoneError, StorageError
@@ -147,7 +147,10 @@ class DockerSandbox:
             return False
         held = self._held(workspace)
         if held is not None or not live.fresh:
-            live = self._make_anew(held.image if held else None)
+            try:
+                live = self._make_anew(held.image if held else None)
+            except ImageNotFound:  # somebody made room just now
+                held, live = None, self._make_anew(None)
         live.fresh = False
         if held is None:
             self._send(workspace)
@@ -193,9 +196,9 @@ class DockerSandbox:
 
     def _first(self, user: tuple[int, int]) -> bytes:
         """Give what goes before the workspace: the guest, and the directories it lies in."""
-        hosts = file("etc/hosts", _HOSTS, 0o644) if self.backend.network is None else b""
-        root = self.backend.workdir.strip("/")
-        return guests(BASE.strip("/"), user) + hosts + directories(root, user)
+        root, container = self.backend.workdir.strip("/"), self.container["Id"]
+        lies_in = directories(self.backend.client, container, root, user)
+        return guests(BASE.strip("/"), user) + lies_in
 
     def _name_localhost(self) -> None:
         """Give the container a hosts file: that of its image is hidden by an empty one."""
@@ -209,7 +212,8 @@ class DockerSandbox:
         client, container = self.backend.client, self.container["Id"]
         if not self.backend.read_only:
             packed = archive.pack(workspace, self.backend.workdir.strip("/"), user)
-            bundle = chain([self._first(user)], packed, [archive.END])
+            hosts = file("etc/hosts", _HOSTS, 0o644) if self.backend.network is None else b""
+            bundle = chain([self._first(user), hosts], packed, [archive.END])
             client.put_archive(container, "/", archive.squeeze(bundle))
             return
         # These are volumes, to be filled one by one.
@@ -363,6 +367,8 @@ class DockerSandbox:
         try:
             # Before it starts: at a guest that has ended by then, one would wait for ever.
             attached = Attached(client.attach_socket(container, streams))
+            with suppress(OSError):  # whoever asks next finds out
+                attached.send(b"\n")  # what an earlier connection has left of a line ends here
             if self.container["State"]["Status"] != "running":
                 with self.backend.turn():
                     client.start(container)

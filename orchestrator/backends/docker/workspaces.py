@@ -129,17 +129,22 @@ class Workspaces:
             self._remove(image)
 
     def _images(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._client().images(filters={"label": [LABEL]})
+        """List those of this name: what somebody made of one has its label, and is not ours."""
+        found: list[dict[str, Any]] = self._client().images(REPOSITORY, filters={"label": [LABEL]})
         return found
 
     def _remove(self, image: Mapping[str, Any]) -> None:
-        with suppress(APIError):  # one that a container is made of stays
-            self._client().remove_image(image["Id"], force=True)
+        for name in image["RepoTags"] or []:
+            if name.startswith(f"{REPOSITORY}:"):
+                with suppress(APIError):  # one that a container is made of stays
+                    self._client().remove_image(name)
 
     def distrust(self, held: Held) -> None:
         """Have workspaces sent from now on: one did not come out as it went in."""
         self._refused = True
-        self._remove({"Id": held.image})
+        for image in self._images():
+            if image["Id"] == held.image:
+                self._remove(image)
 
     def forget(self) -> int:
         """Remove them all from the daemon; give how many there were."""
