@@ -72,7 +72,7 @@ def sweep_all(
 
 
 def _strays(runner: Runner, elsewhere: set[Path]) -> Iterator[Swept]:
-    """End what the labels show and nobody drives; add to `elsewhere` the journals that have more."""
+    """End what labels show and nobody drives; add to `elsewhere` the journals that have more."""
     here = set(runner.journal.run_ids())
     for found in _labelled(runner):
         living = alive(found.owner)
