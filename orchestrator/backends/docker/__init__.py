@@ -32,7 +32,7 @@ from ...guest.account import Account
 from ...owner import owner
 from ...ports import Labelled
 from .attached import AttachedBackend
-from .daemon import connect, read_file
+from .daemon import ExecShell, connect, read_file
 from .sandbox import BASE, GUEST_PIDS, HOME, RECORDS, DockerSandbox, Live
 from .workspaces import Workspaces
 
@@ -395,7 +395,23 @@ class DockerBackend:
         place = workdir or found["Config"].get("WorkingDir") or "/"
         if not _PATH.fullmatch(place):
             raise ValueError(f"workdir: got {place!r}; expected an absolute path below /")
-        return AttachedBackend(self.client, found["Id"], place, user, owned=owned)
+        return AttachedBackend(
+            self.client, found["Id"], self._real(found["Id"], place, user), user, owned=owned
+        )
+
+    def _real(self, container: str, place: str, user: str) -> str:
+        """Give the directory that a path leads to: an account of a tree follows no symlink.
+
+        Raises:
+            ValueError: it leads to another kind of place.
+        """
+        argv = ["/bin/sh", "-c", '[ ! -d "$1" ] || { cd -P "$1" && pwd -P; }', "sh", place]
+        shell = ExecShell(self.client, container, user)
+        said = b"".join(shell.run(argv)).decode("utf-8", "surrogateescape")
+        real = said.removesuffix("\n") or place
+        if not _PATH.fullmatch(real):
+            raise ValueError(f"workdir: {place!r} is {real!r}; expected an absolute path below /")
+        return real
 
     # --- what is left on the daemon ---------------------------------------------------------------
 
