@@ -12,6 +12,7 @@ was asked for, and named by the digest of both. Such images hold no run's traces
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 import secrets
 import threading
@@ -72,7 +73,7 @@ class DockerBackend:
         network: str | None = None,
         read_only: bool = False,
         pids: int | None = 4096,
-        workdir: str = "/workspace",
+        workdir: str | None = None,
         pull: bool = True,
         cache: bool = True,
         starts_at_once: int | None = None,
@@ -90,8 +91,10 @@ class DockerBackend:
             user: `UID` or `UID:GID`, numbers, to run as; None for the image's own.
             network: of the daemon, to join; None for none at all.
             read_only: nothing but the workspace, /tmp and the guest's own place can be written to.
+                The directory that the workspace lies in is then a volume of the container's own.
             pids: processes and threads where the spec sets no limit; None for no limit.
-            workdir: absolute path in the sandbox of the workspace.
+            workdir: absolute path in the sandbox of the workspace; None for /workspace, or for
+                /workspace/tree where the rest is read only.
             pull: fetch an image that the daemon does not have, before any run of it is begun.
             cache: keep workspaces of a megabyte and more on the daemon, to send them once.
             starts_at_once: containers that may be starting or going at one time, twice the
@@ -104,8 +107,13 @@ class DockerBackend:
         """
         if user is not None and not re.fullmatch(r"\d+(:\d+)?", user):
             raise ValueError(f"user: got {user!r}; expected UID or UID:GID, in numbers")
-        if not _PATH.fullmatch(workdir) or workdir == BASE:
+        if workdir is None:
+            workdir = "/workspace/tree" if read_only else "/workspace"
+        if not _PATH.fullmatch(workdir) or workdir.startswith(BASE):
             raise ValueError(f"workdir: got {workdir!r}; expected an absolute path without blanks")
+        if read_only and workdir.count("/") == 1:
+            # A volume belongs to root, whoever the check is; a directory in it does not.
+            raise ValueError(f"workdir: got {workdir!r}; expected two names at least if read_only")
         self.image = image
         self.user = user
         self.network = network
@@ -264,7 +272,7 @@ class DockerBackend:
                 stdin_open=True,
                 detach=True,  # its standard input does not end with the first connection to it
                 healthcheck={"test": ["NONE"]},
-                volumes=[self.workdir, BASE] if self.read_only else None,
+                volumes=[posixpath.dirname(self.workdir), BASE] if self.read_only else None,
                 # A network that is not there costs less than one that leads nowhere.
                 network_disabled=self.network is None and not self.read_only,
                 host_config=self.client.create_host_config(**options),

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def guests(root: str, user: tuple[int, int]) -> bytes:
     """Give the guest's own place as pieces of tar."""
     prefix = f"{root}/" if root else ""
-    base = _directory(root, 0o755, (0, 0)) if root else b""
+    base = directory(root, 0o755, (0, 0)) if root else b""
     brought = [
         file(f"{prefix}{name}", path.read_bytes(), 0o644) for name, path in scripts().items()
     ]
-    private = [_directory(f"{prefix}{name}", 0o700, user) for name in ("records", "home")]
+    private = [directory(f"{prefix}{name}", 0o700, user) for name in ("records", "home")]
     return base + b"".join(brought + private)
 
 
@@ -40,11 +40,12 @@ def directories(
         if found is not None and not found.isdir():
             raise GuestError(f"/{path}: /{place} is no directory in the image")
         mode, owner = (0o755, (0, 0)) if found is None else (found.mode, (found.uid, found.gid))
-        pieces.append(_directory(place, mode, owner))
-    return b"".join(pieces) + _directory(path, 0o755, user)
+        pieces.append(directory(place, mode, owner))
+    return b"".join(pieces) + directory(path, 0o755, user)
 
 
-def _directory(path: str, mode: int, owner: tuple[int, int]) -> bytes:
+def directory(path: str, mode: int, owner: tuple[int, int]) -> bytes:
+    """Give a directory."""
     return archive.header(Entry(path, EntryKind.DIRECTORY, mode, time.time_ns()), path, owner)
 
 

@@ -19,7 +19,6 @@ from docker.errors import APIError, ImageNotFound, NotFound
 
 from ... import archive, guest
 from ...core.errors import OrchestratorError, PermitError, SandboxGoneError, StorageError
-from ...core.evidence import Entry, EntryKind
 from ...core.facts import SandboxRef
 from ...core.verdict import ObservedBy
 from ...guest.answers import Channel, GuestError
@@ -27,13 +26,13 @@ from ...guest.records import Recorded, deliver_output
 from ...guest.serving import Serving
 from ...guest.shells import Commands
 from ...ports import Ending, Record
-from .bundles import directories, file, guests
+from .bundles import directories, directory, file, guests
 from .daemon import Attached, ExecShell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ...core.evidence import Manifest
+    from ...core.evidence import Entry, Manifest
     from ...core.machine import CleanupPermit
     from ...core.spec import EvalSpec
     from ...guest.account import Account
@@ -218,11 +217,9 @@ class DockerSandbox:
             return
         # These are volumes, to be filled one by one.
         client.put_archive(container, BASE, guests("", user) + archive.END)
-        top = Entry(".", EntryKind.DIRECTORY, 0o755, time.time_ns())
-        bundle = chain(
-            [archive.header(top, "./", user)], archive.pack(workspace, "", user), [archive.END]
-        )
-        client.put_archive(container, self.backend.workdir, archive.squeeze(bundle))
+        volume, _, root = self.backend.workdir.rpartition("/")
+        tree = chain([directory(root, 0o755, user)], archive.pack(workspace, root, user))
+        client.put_archive(container, volume, archive.squeeze(chain(tree, [archive.END])))
 
     def manifest(self) -> Manifest:
         """Account for the workspace."""
