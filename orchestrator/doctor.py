@@ -111,7 +111,9 @@ def _local() -> Iterator[Found]:
 
 
 def _docker(image: str | None) -> Iterator[Found]:
-    from .backends.docker import DockerBackend  # noqa: PLC0415 - needs a package of its own
+    from docker.errors import ImageNotFound  # noqa: PLC0415 - a package that may not be here
+
+    from .backends.docker import DockerBackend  # noqa: PLC0415 - see above
 
     backend = DockerBackend(image)
     try:
@@ -141,8 +143,11 @@ def _docker(image: str | None) -> Iterator[Found]:
         kept = sum(tag.startswith("orchestrator-workspace:") for tag in tags)
         yield Found("workspaces", ok=None, said=f"{kept} kept (`sweep --workspaces` removes them)")
         if image is not None:
-            there = image in tags
-            yield Found("image", ok=there, said=f"{image} is {'there' if there else 'not there'}")
+            try:
+                said = f"{image} is {client.inspect_image(image)['Id']}"
+                yield Found("image", ok=True, said=said)
+            except ImageNotFound:
+                yield Found("image", ok=False, said=f"the daemon has no {image}")
         left = backend.labelled()
         yield Found("sandboxes", ok=None, said=f"{len(left)} (`sweep` removes dead runners')")
     finally:

@@ -16,7 +16,7 @@ import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from attrs import Factory, define, frozen
+from attrs import Factory, define, evolve, frozen
 
 from ..core.errors import EvidenceIncompleteError
 from ..core.evidence import Entry, EntryKind, Manifest
@@ -249,24 +249,29 @@ def read_listing(answer: Iterable[bytes]) -> Listing:
 def _listing(reader: Reader) -> Listing:
     stamps: dict[str, Stamp] = {}
     modes: dict[str, int] = {}
+    rooted = False
     try:
         first = reader.until(b"\n")
         asked_s = time.monotonic()
         clock, now, *storage = first.split()
-        while (count := reader.until(b"\n")) not in {b"", b"locked"}:
+        while (count := reader.until(b"\n")) not in {b"", b"locked", b"absent"}:
             names = [reader.until(b"\0") for _ in range(int(count))]
             for name in names:
                 line = reader.until(b"\n").decode("ascii")
+                stamp = _stamp(line)
                 if name != b".":
-                    stamps[_path(name)] = _stamp(line)
+                    stamps[_path(name)] = stamp
+                else:
+                    rooted = stamp.kind is EntryKind.DIRECTORY
         while count and (digits := reader.until(b"\0")):
             modes.setdefault(_path(reader.until(b"\0")), int(digits, 8))
     except (ValueError, KeyError) as error:
         raise GuestError(f"not a list of a tree: {error}") from error
+    if not rooted and count != b"absent":  # no word of it is no word that nothing is there
+        raise GuestError("not a list of a tree: its root is not in it")
     for path, mode in modes.items():
-        if stamp := stamps.get(path):
-            shown = stat.S_IFMT(stamp.mode) | mode
-            stamps[path] = Stamp(shown, stamp.size, stamp.inode, stamp.mtime_ns, stamp.ctime_ns)
+        if found := stamps.get(path):
+            stamps[path] = evolve(found, mode=stat.S_IFMT(found.mode) | mode)
     steady = bool(storage) and storage[0] not in _UNSTEADY
     return Listing(float(clock), asked_s, int(now), stamps, steady)
 

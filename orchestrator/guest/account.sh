@@ -15,7 +15,7 @@
 # NAMES end in a NUL each. `list` begins with a line: the sandbox's clock and the time of day, seconds,
 # and the type of the storage (statfs(2)).
 # A group of it is a line with a number, so many names that end in a NUL each, and so many lines about
-# them. What a check took its own permission from is given it back while it is read (`unlocked`), and
+# them; the first of them is ROOT itself, or there is a line `absent`. What a check took its own permission from is given it back while it is read (`unlocked`), and
 # `list` then ends with mode and name of each, as they were.
 #
 # Needs find, stat -c, xargs -0, sha256sum, readlink, as coreutils, busybox and toybox have them.
@@ -142,7 +142,7 @@ last) parts "$2" "$3" "$4" | tail -c "$5" ;;
 list | links | hash | send)
     if [ "$1" = list ]; then clock "$2"; fi
     until reach "$2"; do # what cannot be reached is not missing
-        [ $? -ne 1 ] || exit 0
+        [ $? -ne 1 ] || { [ "$1" != list ] || echo absent; exit 0; }
         [ "$3" = unlocked ] && chmod u+x "${above:-/}" || exit 1
     done
     cd -P "$2" 2>/dev/null || { chmod u+rwx "$2" && cd -P "$2"; } || exit 1

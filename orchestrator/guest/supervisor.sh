@@ -405,7 +405,7 @@ run() {
         # the one, or this finds the other. A signal to itself could come before it can take one.
         children "$watch"
         # shellcheck disable=SC2086
-        [ -z "${kin# }" ] || kill $kin 2>/dev/null
+        [ -z "${kin# }" ] || kill -KILL $kin 2>/dev/null # what the command has stopped heeds nothing less
     fi
     kill -CONT "$watch" 2>/dev/null # the command may have stopped it
     wait "$watch"
@@ -433,7 +433,13 @@ run() {
 
 drain() { # wait for the collectors; a writer that is none of ours keeps us two seconds at most
     # shellcheck disable=SC2086
-    kill -CONT $collectors 2>/dev/null # the command may have stopped them
+    kill -CONT $collectors 2>/dev/null # the command may have stopped them, and what they wait for
+    pairs=
+    for collector in $collectors; do
+        children "$collector"
+        # shellcheck disable=SC2086
+        [ -z "${kin# }" ] || kill -CONT $kin 2>/dev/null
+    done
     now
     limit=$((now + 200))
     until [ -e "$record/stdout.size" ] && [ -e "$record/stderr.size" ]; do
