@@ -93,6 +93,9 @@ class Live:
             attached = attach()
             serving = Serving(attached.send, attached.receive, attached.complaint)
             with self._lock:
+                if self.gone:  # somebody had given up on this call
+                    attached.close()
+                    raise GuestError("the sandbox was destroyed meanwhile")
                 self._attached, self._serving = attached, serving
             return serving
 
@@ -366,7 +369,8 @@ class DockerSandbox:
             attached = Attached(client.attach_socket(container, streams))
             with suppress(OSError):  # whoever asks next finds out
                 attached.send(b"\n")  # what an earlier connection has left of a line ends here
-            if self.container["State"]["Status"] != "running":
+            known = self.container["State"]["Status"]
+            if known != "running" or not self._inspect()["State"]["Running"]:
                 with self.backend.turn():
                     client.start(container)
                 self.container["State"]["Status"] = "running"
