@@ -770,9 +770,7 @@ def test_the_environment_is_what_was_ordered(ward, monkeypatch):
 
 def test_no_name_of_a_variable_is_the_guests_own(ward):
     """What the supervisor calls its variables is nothing to the command's environment."""
-    text = guest.SUPERVISOR.read_text() + guest.request(
-        order("true"), workdir="/", env={}, now_s=0
-    )
+    text = guest.SUPERVISOR.read_text() + guest.request(order("true"), workdir="/", env={}, now_s=0)
     names = {*re.findall(r"\b([a-z_]+)=", text), *re.findall(r"read -r ([a-z]+)", text), "IFS"}
     assert {"record", "nonce", "deadline"} <= names
     ordered = dict.fromkeys(names, "/nonexistent ' /")
