@@ -128,12 +128,12 @@ def test_files_are_laid_over_what_is_there_and_take_its_place(daemon, container,
 
 def test_another_place_and_another_user(daemon, container, attach):
     found = container(SLEEPS)
-    tell(daemon, found, "mkdir /work && echo 1 >/work/there && chown -R 1000:1000 /work")
-    runner = attach(found, workdir="/work", user="1000:1000")
+    tell(daemon, found, "mkdir /tree && echo 1 >/tree/there && chown -R 1000:1000 /tree")
+    runner = attach(found, workdir="/tree", user="1000:1000")
     evidence = passed(runner.run(spec_of("id -u; pwd; cat there; echo 2 >made")))
-    assert evidence.stdout == b"1000\n/work\n1\n"
+    assert evidence.stdout == b"1000\n/tree\n1\n"
     assert evidence.paths(Provenance.CREATED) == ["made"]
-    assert tell(daemon, found, "stat -c %u /work/made") == "1000\n"
+    assert tell(daemon, found, "stat -c %u /tree/made") == "1000\n"
 
 
 # --- processes ------------------------------------------------------------------------------------
