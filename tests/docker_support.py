@@ -16,6 +16,7 @@ import socket
 import subprocess
 import threading
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
@@ -66,10 +67,16 @@ def daemon():
     """The daemon's own client, beside the backends'."""
     if MISSING:
         lacking(MISSING)
-    try:
-        client = docker.APIClient(version="auto", timeout=60, **docker.utils.kwargs_from_env())
-    except DockerException as error:
-        lacking(f"no daemon answers: {error}")
+    problem = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of the socket that was refused
+        try:
+            client = docker.APIClient(version="auto", timeout=60, **docker.utils.kwargs_from_env())
+        except DockerException as error:
+            problem = f"no daemon answers: {error}"
+        gc.collect()
+    if problem:
+        lacking(problem)
     for image in (DEBIAN, BUSYBOX, NOSHELL):
         try:
             client.inspect_image(image)

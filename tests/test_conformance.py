@@ -674,7 +674,7 @@ class WaitsForEver(WrappedSandbox):
 
     @property
     def ref(self):
-        time.sleep(2.5)
+        time.sleep(6)
         return self.sandbox.ref
 
 

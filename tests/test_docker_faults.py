@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from docker_proxy import Proxy, Rule, Way
@@ -62,6 +63,7 @@ def socket_path(daemon):
 @pytest.fixture
 def disturb(workshop, socket_path, daemon):
     """Has a run meet a fault; gives its result, and what is wrong with how it went."""
+    held = set()
 
     def disturb(rule=None, check="true", *, files=None, image=BUSYBOX):
         clock = WatchedClock()
@@ -86,6 +88,7 @@ def disturb(workshop, socket_path, daemon):
                 proxy.drain()
                 clock.drain()
                 swept = runner.sweep()
+            held.update(each.image for each in backend.workspaces._held.values())
             backend.close()
         problems = list(_problems(result, check, elapsed_s))
         if rule is not None and not met:
@@ -94,7 +97,10 @@ def disturb(workshop, socket_path, daemon):
             problems.append(f"its container is left, swept: {swept}")
         return result, calls, [f"{rule}: {each}; {story(result)}" for each in problems]
 
-    return disturb
+    yield disturb
+    for image in held:
+        with suppress(docker.errors.NotFound):
+            daemon.remove_image(image, force=True)
 
 
 def _problems(result, check, elapsed_s):
