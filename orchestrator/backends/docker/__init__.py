@@ -271,7 +271,7 @@ class DockerBackend:
                 labels=labels,
                 stdin_open=True,
                 detach=True,  # its standard input does not end with the first connection to it
-                stop_signal="SIGKILL",  # no other one ends process 1, and a grace would be for nothing
+                stop_signal="SIGKILL",  # process 1 heeds no other
                 healthcheck={"test": ["NONE"]},
                 volumes=[posixpath.dirname(self.workdir), BASE] if self.read_only else None,
                 # A network that is not there costs less than one that leads nowhere.
