@@ -161,9 +161,7 @@ class DirectorySandbox:
         """Write the order where the supervisor reads it, all at once."""
         env = {"PATH": guest.SANE_PATH, "HOME": str(self.place / "home"), "LANG": guest.SANE_LANG}
         uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-        text = guest.request(
-            order, workdir=str(self.workspace), env=env, now_s=uptime_s
-        )
+        text = guest.request(order, workdir=str(self.workspace), env=env, now_s=uptime_s)
         (record / "keep").write_text(str(order.output_bytes))
         draft = record / f"request.{os.urandom(8).hex()}"
         draft.touch(mode=0o600)
