@@ -34,14 +34,14 @@ KEYS = [
 @pytest.fixture
 def cli(tmp_path):
     """Run the command line in a directory of its own; give what it printed and its status."""
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "COLUMNS": "200"}
+    own = {"TMPDIR": str(tmp_path / "tmp"), "COLUMNS": "200"}
     (tmp_path / "tmp").mkdir()
 
     def run(*arguments: str, status: int | None = None) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [sys.executable, "-m", "orchestrator", *arguments],
             cwd=tmp_path,
-            env=environment,
+            env={**os.environ, **own},
             capture_output=True,
             text=True,
             check=False,
@@ -444,3 +444,22 @@ def test_a_report_that_nobody_can_be_told_is_no_answer(cli, tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
     done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, check=False)
     assert done.returncode == 130
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "a.toml", "--backend", "docker", "--image", "x"],
+        ["parity", "a.toml", "--backends", "local,docker", "--image", "x"],
+    ],
+)
+def test_a_daemon_that_is_not_there_is_an_error_in_words_and_nothing_is_begun(
+    cli, tmp_path, monkeypatch, words
+):
+    (tmp_path / "a.toml").write_text(PASSES)
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no-such-socket")
+    done = cli(*words, status=2)
+    assert "no Docker daemon answers at" in done.stderr
+    assert "no-such-socket" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "PASSED" not in done.stderr

@@ -138,7 +138,7 @@ class DockerBackend:
         """The daemon's client, made when it is first needed.
 
         Raises:
-            DockerException: no daemon answers.
+            DaemonError: no daemon answers.
         """
         with self._lock:
             if self._client is None:
@@ -159,7 +159,8 @@ class DockerBackend:
 
         Raises:
             SpecError: naming the key.
-            DockerException: the daemon does not answer.
+            DaemonError: no daemon answers.
+            APIError: one does, with an error.
         """
         self.pin(spec)
         limits = spec.limits

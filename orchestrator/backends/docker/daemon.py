@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import docker
 from docker.context import ContextAPI
-from docker.errors import NotFound
+from docker.errors import DockerException, NotFound
 from docker.utils import kwargs_from_env
 
+from ...core.errors import OrchestratorError
 from ...guest.answers import GuestError
 
 if TYPE_CHECKING:
@@ -25,17 +26,28 @@ CALL_S: Final = 60.0
 _COMPLAINT: Final = 2000
 
 
+class DaemonError(OrchestratorError):
+    """No daemon can be asked."""
+
+
 def connect() -> docker.APIClient:
     """Make a client of the daemon that DOCKER_HOST names, or else the current context.
 
     Raises:
-        DockerException: it names none, or none answers there.
+        DaemonError: it names none, or none answers there.
     """
     options: dict[str, Any] = dict(kwargs_from_env())
     if "base_url" not in options and (context := ContextAPI.get_current_context()) is not None:
         found = {"base_url": context.Host, "tls": context.TLSConfig}
         options |= {name: value for name, value in found.items() if value is not None}
-    return docker.APIClient(version="auto", timeout=int(CALL_S), **options)
+    try:
+        return docker.APIClient(version="auto", timeout=int(CALL_S), **options)
+    except DockerException as error:
+        where = options.get("base_url", "its usual socket")
+        raise DaemonError(
+            f"no Docker daemon answers at {where}: {error}; "
+            "start one, or name another in DOCKER_HOST"
+        ) from error
 
 
 class Attached:
