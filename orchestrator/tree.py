@@ -30,7 +30,7 @@ _HELD: Final = 64  # directories that a walk keeps open
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-_KINDS: Final = {
+KINDS: Final = {
     stat.S_IFREG: EntryKind.FILE,
     stat.S_IFDIR: EntryKind.DIRECTORY,
     stat.S_IFLNK: EntryKind.SYMLINK,
@@ -233,7 +233,7 @@ def scan(
 
 
 def _entry(parent: int, name: str, path: str, info: os.stat_result, *, ours: bool) -> Entry:
-    kind = _KINDS[stat.S_IFMT(info.st_mode)]
+    kind = KINDS[stat.S_IFMT(info.st_mode)]
     if kind is EntryKind.FILE:
         descriptor = _open(parent, name, ours=ours)
         try:

@@ -20,6 +20,7 @@ from attrs import Factory, define, evolve, frozen
 
 from ..core.errors import EvidenceIncompleteError
 from ..core.evidence import Entry, EntryKind, Manifest
+from ..tree import KINDS
 from .answers import Channel, Content, GuestError, Reader
 
 if TYPE_CHECKING:
@@ -34,15 +35,6 @@ _UNSTEADY: Final = {b"1021994", b"858458f6", b"1021997"}
 _BATCH: Final = 256 * 1024
 """Bytes of names that are sent at once: less than any known gateway takes."""
 _TIME: Final = re.compile(r"(\d+)-(\d+)-(\d+) (\d+):(\d+):(\d+)(?:\.(\d+))?")
-_KINDS: Final = {
-    stat.S_IFREG: EntryKind.FILE,
-    stat.S_IFDIR: EntryKind.DIRECTORY,
-    stat.S_IFLNK: EntryKind.SYMLINK,
-    stat.S_IFIFO: EntryKind.FIFO,
-    stat.S_IFSOCK: EntryKind.SOCKET,
-    stat.S_IFCHR: EntryKind.DEVICE,
-    stat.S_IFBLK: EntryKind.DEVICE,
-}
 
 
 @frozen
@@ -58,7 +50,7 @@ class Stamp:
     @property
     def kind(self) -> EntryKind:
         """What it is."""
-        return _KINDS[stat.S_IFMT(self.mode)]
+        return KINDS[stat.S_IFMT(self.mode)]
 
 
 @frozen
