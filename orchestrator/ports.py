@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, TypeVar
 
 from attrs import field, frozen
 
+from .core.errors import PermitError
 from .core.verdict import ObservedBy
 
 if TYPE_CHECKING:
@@ -174,6 +175,19 @@ class Sandbox(Protocol):
         Raises:
             PermitError: the permit is not for this sandbox.
         """
+
+
+def demand(permit: CleanupPermit, sandbox_id: str) -> None:
+    """Compare a permit with the sandbox that is to be destroyed, which bears its run's id.
+
+    Raises:
+        PermitError: it is for another one.
+    """
+    if permit.run_id != sandbox_id or permit.sandbox_id not in {None, sandbox_id}:
+        raise PermitError(
+            f"sandbox {sandbox_id}: the permit is for sandbox {permit.sandbox_id} "
+            f"of run {permit.run_id}"
+        )
 
 
 @frozen

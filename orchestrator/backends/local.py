@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 
 from .. import guest, tree
-from ..core.errors import EvidenceIncompleteError, PermitError, SandboxGoneError, SpecError
+from ..core.errors import EvidenceIncompleteError, SandboxGoneError, SpecError
 from ..core.evidence import Entry, Manifest
 from ..core.facts import SandboxRef
 from ..guest.processes import Launcher, inhabitants, open_kept, read_claim, read_small, wait
 from ..owner import owner
-from ..ports import Ending, Intake, Labelled, Order, Record, Slot, Workspace
+from ..ports import Ending, Intake, Labelled, Order, Record, Slot, Workspace, demand
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -206,14 +206,7 @@ class LocalSandbox:
 
     def destroy(self, permit: CleanupPermit) -> None:
         """Remove the directory, once nothing of the run is alive in it."""
-        if permit.run_id != self.ref.sandbox_id or permit.sandbox_id not in {
-            None,
-            self.ref.sandbox_id,
-        }:
-            raise PermitError(
-                f"sandbox {self.ref.sandbox_id}: the permit is for sandbox {permit.sandbox_id} "
-                f"of run {permit.run_id}"
-            )
+        demand(permit, self.ref.sandbox_id)
         ended = {place.parent.name for place in (self.home / "records").glob("*/ended")}
         if {place.name for place in (self.home / "records").glob("*")} != ended or not ended:
             # Some supervisor left no record: it may be alive, or what it was killed over.

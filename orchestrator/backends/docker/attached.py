@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 from docker.errors import APIError, NotFound
 
-from ...core.errors import PermitError, SandboxGoneError, SpecError
+from ...core.errors import SandboxGoneError, SpecError
 from ...core.facts import SandboxRef
 from ...guest.account import Account
 from ...guest.shells import ShellSandbox
+from ...ports import demand
 from .daemon import ExecShell
 
 if TYPE_CHECKING:
@@ -111,14 +112,7 @@ class AttachedSandbox(ShellSandbox):
 
     def destroy(self, permit: CleanupPermit) -> None:
         """Remove the guest's place, or the container if it was given away."""
-        if permit.run_id != self.ref.sandbox_id or permit.sandbox_id not in {
-            None,
-            self.ref.sandbox_id,
-        }:
-            raise PermitError(
-                f"sandbox {self.ref.sandbox_id}: the permit is for sandbox {permit.sandbox_id} "
-                f"of run {permit.run_id}"
-            )
+        demand(permit, self.ref.sandbox_id)
         if not self._backend.owned:
             remove = ["/bin/sh", "-c", 'chmod -R u+rwX "$1"; rm -rf "$1"', "sh", self.base]
             self._do(remove)

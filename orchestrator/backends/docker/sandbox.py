@@ -18,14 +18,14 @@ from attrs import Factory, define
 from docker.errors import APIError, ImageNotFound, NotFound
 
 from ... import archive, guest
-from ...core.errors import OrchestratorError, PermitError, SandboxGoneError, StorageError
+from ...core.errors import OrchestratorError, SandboxGoneError, StorageError
 from ...core.facts import SandboxRef
 from ...core.verdict import ObservedBy
 from ...guest.answers import Channel, GuestError
 from ...guest.records import Recorded, deliver_output
 from ...guest.serving import Serving
 from ...guest.shells import Commands
-from ...ports import Ending, Record
+from ...ports import Ending, Record, demand
 from .bundles import directories, directory, file, guests
 from .daemon import Attached, ExecShell
 
@@ -398,11 +398,7 @@ class DockerSandbox:
 
     def destroy(self, permit: CleanupPermit) -> None:
         """Remove the container and what it wrote."""
-        if permit.run_id != self.run_id or permit.sandbox_id not in {None, self.run_id}:
-            raise PermitError(
-                f"sandbox {self.run_id}: the permit is for sandbox {permit.sandbox_id} "
-                f"of run {permit.run_id}"
-            )
+        demand(permit, self.run_id)
         self.live.gone = True  # whoever was given up on must not put another one in its place
         self._remove()
         self.backend.forget(self.run_id)

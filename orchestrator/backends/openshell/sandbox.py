@@ -20,11 +20,11 @@ import openshell
 from attrs import define, frozen
 from openshell._proto import openshell_pb2
 
-from ...core.errors import PermitError, SandboxGoneError
+from ...core.errors import SandboxGoneError
 from ...guest import lost, scripts
 from ...guest.answers import GuestError
 from ...guest.shells import ASK_S, SLACK_S, ShellSandbox
-from ...ports import Ending
+from ...ports import Ending, demand
 from .gateway import OpenShellError, code_of
 
 if TYPE_CHECKING:
@@ -300,9 +300,5 @@ class OpenShellSandbox:
     def destroy(self, permit: CleanupPermit) -> None:
         """Delete the sandbox; return when the gateway has none of this identity any more."""
         run_id = self.ref.sandbox_id
-        if permit.run_id != run_id or permit.sandbox_id not in {None, run_id}:
-            raise PermitError(
-                f"sandbox {run_id}: the permit is for sandbox {permit.sandbox_id} "
-                f"of run {permit.run_id}"
-            )
+        demand(permit, run_id)
         self._backend.delete(self.ref)
