@@ -19,11 +19,12 @@ from inspect_ai.util import SandboxEnvironment
 
 from .. import tree
 from ..backends.inspect_shell import InspectShell
-from ..core.errors import EvidenceIncompleteError, PermitError, SpecError
+from ..core.errors import EvidenceIncompleteError, SpecError
 from ..core.evidence import EntryKind
 from ..core.facts import SandboxRef
 from ..guest.account import Account
 from ..guest.shells import ShellSandbox
+from ..ports import demand
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -107,8 +108,7 @@ class InspectSandbox(ShellSandbox):
 
     def destroy(self, permit: CleanupPermit) -> None:
         """Remove the directory, unless something of the run is alive."""
-        if permit.run_id != self.ref.sandbox_id or permit.sandbox_id not in {None, permit.run_id}:
-            raise PermitError(f"sandbox {self.ref.sandbox_id}: the permit is for {permit}")
+        demand(permit, self.ref.sandbox_id)
         self._do(["/bin/sh", "-c", DESTROY, "sh", self.base])
 
 
